@@ -1,0 +1,255 @@
+"""The embedded server: one ``maru-server`` for this user and machine, started by whoever comes first.
+
+With no server named, an engine process calls :meth:`Starter.ensure`. Under a start lock it looks whether a server holds
+the pool; if not, it sweeps what killed processes left behind and starts one, detached, that ends by itself a while after
+its last client and takes its pool and socket with it. If the server is killed, the next call starts another on the same
+pool, and nothing that was stored is lost.
+
+Who holds what: ``start.lock`` (a file lock) is held by one starting process at a time; the pool file's lock is held by
+the server as long as it lives, so whether a server lives is never guessed from a pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import select
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from maru_core.errors import ConfigError, MaruError, ServerUnavailableError
+from maru_core.pool import parse_pool_uri
+from maru_core.settings import Settings
+
+log = logging.getLogger("maru.embedded")
+
+POOL_PREFIX = "maru-embedded"
+START_TIMEOUT_S = 30.0
+MIN_POOL_BYTES = 256 << 20
+MAX_POOL_BYTES = 64 << 30
+#: Linux's limit for the path of a Unix socket (108 with the closing NUL).
+SOCKET_PATH_MAX = 107
+
+# The server must not be the engine's child: engines kill their whole process tree when they end.
+_DETACH = "import subprocess, sys; subprocess.Popen(sys.argv[2:], start_new_session=True, pass_fds=[int(sys.argv[1])])"
+
+
+class Starter:
+    """Finds or starts the embedded server. Holds nothing between calls; safe from several threads and processes."""
+
+    def __init__(self, *, pool_size: str | None = None, settings: Settings | None = None) -> None:
+        self._settings = settings or Settings.from_environment()
+        self._pool_size = pool_size or self._settings.pool_size
+        self.directory = self._settings.runtime_dir
+        self.socket = self.directory / "server.sock"
+        self.endpoint = f"ipc://{self.socket}"
+        uid = os.getuid()
+        # One pool per runtime directory: tests and containers with their own do not meet.
+        where = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]
+        self.pool_name = f"{POOL_PREFIX}-{uid}-{where}"
+        if len(os.fsencode(self.socket)) > SOCKET_PATH_MAX:
+            raise ConfigError(
+                f"the socket path {self.socket} is longer than {SOCKET_PATH_MAX} bytes: set MARU_RUNTIME_DIR to a shorter directory"
+            )
+
+    def ensure(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """The endpoint of a server that lives, started if there was none.
+
+        Raises:
+            ConfigError: the runtime directory or the pool size cannot be used.
+            ServerUnavailableError: it did not come up within ``timeout_s`` seconds; the message has its last words.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._make_directory()
+        with self._start_lock(deadline):
+            if not _is_served(self._pool_path):
+                self._sweep()
+                try:
+                    self._start(deadline)
+                except ServerUnavailableError:
+                    # A pool that is damaged, or of another version, must not stand in the way for ever: it is only a
+                    # cache, and this one is nobody else's.
+                    if not _remove_if_unserved(self._pool_path):
+                        raise
+                    log.warning("the pool %s could not be taken up again: starting with a new one", self._pool_path)
+                    self._start(deadline)
+        return self.endpoint
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _pool_path(self) -> Path:
+        return parse_pool_uri(f"shm://{self.pool_name}").path
+
+    def _make_directory(self) -> None:
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.directory.lstat()
+        except OSError as error:
+            raise ConfigError(
+                f"the runtime directory {self.directory} cannot be made ({error.strerror}): set MARU_RUNTIME_DIR to one that can"
+            ) from error
+        # In a shared /tmp somebody else may have been there first: whoever owns the socket sees every request.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise ConfigError(
+                f"the runtime directory {self.directory} is not a directory that only uid {os.getuid()} can write: "
+                "remove it, or set MARU_RUNTIME_DIR to another"
+            )
+
+    @contextlib.contextmanager
+    def _start_lock(self, deadline: float) -> Iterator[None]:
+        descriptor = os.open(self.directory / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise ServerUnavailableError(
+                            f"another process has been starting the embedded server for long ({self.directory}/start.lock is held)"
+                        ) from None
+                    time.sleep(0.02)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _sweep(self) -> None:
+        """Remove what killed servers of this user left: the stale socket, and pools that no server serves.
+
+        Our own pool stays: the new server finds everything in it again.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self.socket.unlink()
+        for path in self._pool_path.parent.glob(f"{POOL_PREFIX}-{os.getuid()}-*"):
+            if path != self._pool_path and _remove_if_unserved(path):
+                log.info("swept the stale pool %s", path)
+
+    def _size(self) -> int:
+        """Bytes of the pool to serve. What a killed server left is taken up again unless another size is asked for."""
+        left = self._pool_path.stat().st_size if self._pool_path.exists() else 0
+        if self._pool_size is not None:
+            size = parse_pool_uri(f"shm://{self.pool_name}?size={self._pool_size}").size
+            assert size is not None
+            if left != size:
+                _remove_if_unserved(self._pool_path)
+            return size
+        if left:
+            return left
+        shared = os.statvfs(self._pool_path.parent)
+        free = min(shared.f_bavail * shared.f_frsize, _available_memory())
+        size = min(max(free // 4, MIN_POOL_BYTES), MAX_POOL_BYTES)
+        if size > free:
+            raise ConfigError(
+                f"{self._pool_path.parent} has {free >> 20} MiB to spare and the smallest pool is {size >> 20} MiB: "
+                "free some, or set pool_size (or MARU_POOL_SIZE)"
+            )
+        return size - size % (64 << 20)
+
+    def _start(self, deadline: float) -> None:
+        size = self._size()
+        uri = f"shm://{self.pool_name}"
+        read_end, write_end = os.pipe()
+        try:
+            command = [
+                sys.executable, "-m", "maru_server",
+                "--pool", uri, "--size", str(size), "--bind", self.endpoint,
+                "--idle-exit", str(self._settings.idle_exit_s), "--unlink-on-exit", "--ready-fd", str(write_end),
+            ]  # fmt: skip
+            with open(self.directory / "server.log", "ab", buffering=0) as output:
+                if output.tell() > 1 << 20:
+                    output.truncate(0)
+                starter = subprocess.run(
+                    [sys.executable, "-c", _DETACH, str(write_end), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=self.directory,
+                    pass_fds=[write_end],
+                    timeout=max(1.0, deadline - time.monotonic()),
+                    check=False,
+                )
+            os.close(write_end)
+            write_end = -1
+            if starter.returncode:
+                raise ServerUnavailableError(f"the embedded server could not be started: {self._last_words()}")
+            self._await_ready(read_end, deadline)
+        except subprocess.TimeoutExpired as error:
+            raise ServerUnavailableError("starting the embedded server took too long: the machine is overloaded") from error
+        finally:
+            os.close(read_end)
+            if write_end >= 0:
+                os.close(write_end)
+
+    def _await_ready(self, read_end: int, deadline: float) -> None:
+        line = b""
+        while b"\n" not in line:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([read_end], [], [], left)[0]:
+                raise ServerUnavailableError(f"the embedded server was not ready in time: {self._last_words()}")
+            data = os.read(read_end, 4096)
+            if not data:
+                raise ServerUnavailableError(f"the embedded server ended at its start: {self._last_words()}")
+            line += data
+        log.info("started the embedded server: %s", json.loads(line))
+
+    def _last_words(self) -> str:
+        try:
+            lines = (self.directory / "server.log").read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return f"{lines[-1] if lines else 'it said nothing'} (log: {self.directory / 'server.log'})"
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a living server holds the pool's lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise MaruError(f"the pool {path} cannot be opened ({error.strerror}): remove it if no server uses it") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _remove_if_unserved(path: Path) -> bool:
+    """Unlink a pool that no server has locked; the lock is held while it goes, so that no server can take it up meanwhile."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == path.stat().st_ino:
+            path.unlink()
+            return True
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _available_memory() -> int:
+    """Bytes that the machine can still give out, as the kernel estimates it."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return MIN_POOL_BYTES
+
+
