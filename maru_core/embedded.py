@@ -183,7 +183,9 @@ class Starter:
                 raise ServerUnavailableError(f"the embedded server could not be started: {self._last_words()}")
             self._await_ready(read_end, deadline)
         except subprocess.TimeoutExpired as error:
-            raise ServerUnavailableError("starting the embedded server took too long: the machine is overloaded") from error
+            raise ServerUnavailableError(
+                "starting the embedded server took too long: the machine is overloaded"
+            ) from error
         finally:
             os.close(read_end)
             if write_end >= 0:
@@ -216,7 +218,9 @@ def _is_served(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise MaruError(f"the pool {path} cannot be opened ({error.strerror}): remove it if no server uses it") from error
+        raise MaruError(
+            f"the pool {path} cannot be opened ({error.strerror}): remove it if no server uses it"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -251,5 +255,3 @@ def _available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return MIN_POOL_BYTES
-
-

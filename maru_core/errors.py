@@ -52,6 +52,12 @@ class ServerUnavailableError(MaruError):
     """No answer within the time limit, or the server is known to be away. The outcome of the call is unknown."""
 
 
+class SessionLostError(ServerUnavailableError):
+    """The server began another life (or forgot this client): namespaces and slots of the old session are no longer valid.
+
+    The client has said Hello again already; open the namespace anew and ask again."""
+
+
 class VersionMismatchError(MaruError):
     """Client and server speak different protocol versions."""
 

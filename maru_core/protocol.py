@@ -188,18 +188,7 @@ class Goodbye(_Message, frozen=True):
 
 
 Request = (
-    Hello
-    | OpenNamespace
-    | Match
-    | Reserve
-    | Commit
-    | Release
-    | Touch
-    | Delete
-    | Clear
-    | Heartbeat
-    | Stats
-    | Goodbye
+    Hello | OpenNamespace | Match | Reserve | Commit | Release | Touch | Delete | Clear | Heartbeat | Stats | Goodbye
 )
 
 # ---------------------------------------------------------------- replies

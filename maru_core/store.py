@@ -48,6 +48,7 @@ from maru_core.protocol import (
     Welcome,
 )
 from maru_core.session import Session
+from maru_core.settings import Settings
 
 log = logging.getLogger("maru.store")
 
@@ -86,7 +87,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.copy_threads is not None and not 1 <= self.copy_threads <= 64:
             raise ConfigError(f"copy_threads is {self.copy_threads}: give 1 to 64, or leave it out")
         if self.server is not None and not self.server.startswith(("ipc://", "tcp://")):
-            raise ConfigError(f"server is {self.server!r}: give ipc:///path/to/socket or tcp://host:port, or leave it out")
+            raise ConfigError(
+                f"server is {self.server!r}: give ipc:///path/to/socket or tcp://host:port, or leave it out"
+            )
         if self.pool is not None:
             parse_pool_uri(self.pool)
 
@@ -182,7 +185,9 @@ class Store:
     keeps a mapping that stays valid until the call ends: memory is unmapped when the last user lets go of it.
     """
 
-    def __init__(self, config: StoreConfig, namespace: Namespace, session: Session, ensure: Callable[[], str] | None) -> None:
+    def __init__(
+        self, config: StoreConfig, namespace: Namespace, session: Session, ensure: Callable[[], str] | None
+    ) -> None:
         self.config = config
         self.namespace = namespace
         self.metrics = StoreMetrics()
@@ -214,8 +219,11 @@ class Store:
             ConfigError, PoolError, VersionMismatchError, ServerError: for what will not get better by waiting.
             A named server that is merely away does not raise: everything is a miss until it is there.
         """
+        settings = Settings.from_environment()
         ensure = None
-        endpoint = config.server
+        endpoint = config.server or settings.server
+        if config.pool is None and settings.pool is not None:
+            config = msgspec.structs.replace(config, pool=settings.pool)
         if endpoint is None:
             ensure = embedded.Starter(pool_size=config.pool_size).ensure
             endpoint = ensure()
@@ -391,7 +399,9 @@ class Store:
 
     def _fits(self, count: int, hashes: bytes, fragments: Fragments) -> bool:
         if len(hashes) % HASH_BYTES or len(fragments.addresses) != count:
-            self._log("shape", "%d bytes of hashes do not go with %d objects: refused", len(hashes), len(fragments.addresses))
+            self._log(
+                "shape", "%d bytes of hashes do not go with %d objects: refused", len(hashes), len(fragments.addresses)
+            )
             return False
         return True
 
@@ -577,9 +587,7 @@ class Store:
     ) -> npt.NDArray[np.uint8]:
         """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status for each page."""
         asked = time.monotonic()
-        reserved = self._session.reserve(
-            life.namespace, component, shard, world, parent, hashes, fragments.nbytes
-        )
+        reserved = self._session.reserve(life.namespace, component, shard, world, parent, hashes, fragments.nbytes)
         status = np.frombuffer(reserved.status, np.uint8)
         if len(status) != len(stored):
             raise MaruError(f"the server answered for {len(status)} of {len(stored)} pages")
