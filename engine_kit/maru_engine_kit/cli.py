@@ -1,0 +1,32 @@
+"""Command line of the kit: ``maru-engine-kit make-llama DIR --size tiny`` and ``maru-engine-kit prepare``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from maru_engine_kit.models import SIZES, make_llama
+from maru_engine_kit.prepare import compile_page_hash
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="maru-engine-kit", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    llama = commands.add_parser("make-llama", help="write a Llama with random weights and its tokenizer")
+    llama.add_argument("folder", type=Path)
+    llama.add_argument("--size", choices=sorted(SIZES), default="tiny")
+    llama.add_argument("--seed", type=int, default=0)
+    commands.add_parser("prepare", help="compile SGLang's page-hash extension ahead of a server")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "make-llama":
+            print(make_llama(chosen.folder, size=chosen.size, seed=chosen.seed))
+        else:
+            print(f"page-hash extension ready ({compile_page_hash()[:12]}…)")
+    except (RuntimeError, OSError) as error:
+        parser.exit(1, f"maru-engine-kit: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
