@@ -1,0 +1,184 @@
+"""The embedded server with real processes: one for all, found by all, gone after all, swept if killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from maru_core import embedded
+from maru_core.embedded import Starter
+from maru_core.errors import ConfigError, ServerUnavailableError
+from maru_core.protocol import ROOT
+from maru_core.settings import Settings
+from maru_core.store import Store, StoreConfig
+from support import Pages, await_condition, hashes, namespace
+
+SIZES = (20_000,)
+
+
+@pytest.fixture
+def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
+    monkeypatch.setenv("MARU_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("MARU_POOL_SIZE", "64M")
+    monkeypatch.setenv("MARU_IDLE_EXIT_S", "1")
+    monkeypatch.delenv("MARU_SERVER", raising=False)
+    made = Starter()
+    yield made
+    for pid in server_pids(made):
+        os.kill(pid, signal.SIGKILL)
+    made._pool_path.unlink(missing_ok=True)
+
+
+def server_pids(starter: Starter) -> list[int]:
+    """Processes of a maru-server whose command line has this test's own socket."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"maru_server" in words and starter.endpoint.encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def open_store() -> Store:
+    return Store.open(StoreConfig(), namespace(), name="test")
+
+
+def test_first_starts_it_later_ones_find_it_and_it_goes_away(starter: Starter) -> None:
+    first = open_store()
+    pids = server_pids(starter)
+    assert len(pids) == 1
+    second = open_store()
+    assert server_pids(starter) == pids
+    chain, pages = hashes(6), Pages(6, SIZES, seed=1)
+    assert first.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
+    copy = Pages(6, SIZES)
+    assert second.get("kv", 0, chain, copy.fragments).all()
+    assert copy.same(pages).all()
+    first.close()
+    assert second.prefix(["kv"], 0, chain) == 6
+    second.close()
+    await_condition(lambda: not server_pids(starter), "the server ends after its last client")
+    await_condition(lambda: not starter._pool_path.exists(), "its pool is gone")
+    assert not starter.socket.exists()
+
+
+def test_many_processes_at_once_start_one(starter: Starter) -> None:
+    code = "import sys; from maru_core.embedded import Starter; print(Starter().ensure(), flush=True); sys.stdin.read()"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(5)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline().strip() == starter.endpoint
+        assert len(server_pids(starter)) == 1
+    finally:
+        for child in children:
+            child.communicate()
+
+
+def test_it_is_not_a_child_of_the_engine(starter: Starter) -> None:
+    store = open_store()
+    (pid,) = server_pids(starter)
+    parents = set()
+    walk = pid
+    while walk > 1:
+        walk = int(Path(f"/proc/{walk}/stat").read_text().rpartition(")")[2].split()[1])
+        parents.add(walk)
+    assert os.getpid() not in parents
+    store.close()
+
+
+def test_a_killed_one_comes_back_with_what_was_stored(starter: Starter) -> None:
+    store = open_store()
+    chain, pages = hashes(6), Pages(6, SIZES, seed=1)
+    assert store.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
+    (pid,) = server_pids(starter)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: server_pids(starter) not in ([], [pid]), "another server is started")
+    await_condition(lambda: store.prefix(["kv"], 0, chain) == 6, "what was stored is found again")
+    copy = Pages(6, SIZES)
+    assert store.get("kv", 0, chain, copy.fragments).all()
+    assert copy.same(pages).all()
+    store.close()
+
+
+def test_what_killed_servers_left_is_swept(starter: Starter, tmp_path: Path) -> None:
+    other = Starter(
+        settings=Settings.from_environment({"MARU_RUNTIME_DIR": str(tmp_path / "other"), "MARU_POOL_SIZE": "64M"})
+    )
+    other.ensure()
+    (pid,) = server_pids(other)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: not embedded._is_served(other._pool_path), "the lock of the killed server is gone")
+    assert other._pool_path.exists()
+    starter.socket.parent.mkdir(mode=0o700)
+    starter.socket.touch()
+    open_store().close()
+    assert not other._pool_path.exists()
+    assert starter.socket.is_socket()
+
+
+def test_a_pool_that_is_served_is_not_swept(starter: Starter, tmp_path: Path) -> None:
+    other = Starter(
+        settings=Settings.from_environment({"MARU_RUNTIME_DIR": str(tmp_path / "other"), "MARU_POOL_SIZE": "64M"})
+    )
+    other.ensure()
+    try:
+        open_store().close()
+        assert other._pool_path.exists()
+    finally:
+        for pid in server_pids(other):
+            os.kill(pid, signal.SIGKILL)
+        other._pool_path.unlink(missing_ok=True)
+
+
+def test_a_damaged_pool_does_not_stand_in_the_way(starter: Starter) -> None:
+    starter._pool_path.write_bytes(os.urandom(64 << 20))
+    store = open_store()
+    assert store.put("kv", 0, 1, ROOT, hashes(2), Pages(2, SIZES, seed=1).fragments).all()
+    store.close()
+
+
+def test_another_size_asked_for_replaces_a_pool_nobody_serves(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_store().close()
+    (pid,) = server_pids(starter)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: not embedded._is_served(starter._pool_path), "the lock of the killed server is gone")
+    monkeypatch.setenv("MARU_POOL_SIZE", "128M")
+    open_store().close()
+    assert starter._pool_path.stat().st_size == 128 << 20
+
+
+def test_a_runtime_directory_of_somebody_else_is_refused(starter: Starter) -> None:
+    starter.directory.mkdir(mode=0o700)
+    starter.directory.chmod(0o777)
+    with pytest.raises(ConfigError, match="MARU_RUNTIME_DIR"):
+        starter.ensure()
+
+
+def test_a_socket_path_that_is_too_long_names_the_cure() -> None:
+    settings = Settings.from_environment({"MARU_RUNTIME_DIR": "/tmp/" + "x" * 120})
+    with pytest.raises(ConfigError, match="MARU_RUNTIME_DIR"):
+        Starter(settings=settings)
+
+
+def test_a_size_that_cannot_be_is_refused_with_the_servers_words(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARU_POOL_SIZE", "1M")
+    with pytest.raises((ConfigError, ServerUnavailableError), match=r"too small|smallest|at least|1 MiB|1048576"):
+        Starter().ensure()

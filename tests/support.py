@@ -1,0 +1,152 @@
+"""What tests of several packages share: real server processes, namespaces, buffers. No fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from maru_core.mover import Fragments
+from maru_core.namespace import Namespace
+
+NAMESPACE = Namespace(
+    engine="test", hash_scheme="random", model="toy", weights="w0", adapter="", kv_dtype="bfloat16", page_tokens=16,
+    layers="0:4", heads="kv4x16", layout="page_first", tensor_parallel=1, pipeline_parallel=1, context_parallel=1,
+    data_parallel=1, draft="",
+)  # fmt: skip
+
+
+def namespace(**changes: object) -> Namespace:
+    return msgspec.structs.replace(NAMESPACE, **changes)
+
+
+def await_condition(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    """Wait until ``condition()`` is true; fail with ``what`` if it does not become so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}"
+        time.sleep(0.01)
+
+
+def hashes(count: int, seed: int = 0) -> bytes:
+    """Packed random page hashes of one chain."""
+    return np.random.default_rng(seed).bytes(32 * count)
+
+
+@dataclass
+class Pages:
+    """``count`` engine pages of ``len(sizes)`` fragments in one buffer, fragment by fragment, like K and V apart."""
+
+    count: int
+    sizes: tuple[int, ...]
+    seed: int | None = None
+    data: list[np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.seed)
+        self.data = [
+            np.frombuffer(bytearray(random.bytes(self.count * size)), np.uint8).reshape(self.count, size)
+            if self.seed is not None
+            else np.zeros((self.count, size), np.uint8)
+            for size in self.sizes
+        ]
+
+    @property
+    def fragments(self) -> Fragments:
+        addresses = np.stack(
+            [
+                part.ctypes.data + np.arange(self.count, dtype=np.uint64) * size
+                for part, size in zip(self.data, self.sizes, strict=True)
+            ],
+            axis=1,
+        )
+        return Fragments(np.ascontiguousarray(addresses, np.uint64), np.array(self.sizes, np.uint64))
+
+    def page(self, index: int) -> bytes:
+        return b"".join(part[index].tobytes() for part in self.data)
+
+    def same(self, other: Pages) -> np.ndarray:
+        """For each page, whether all its bytes equal the other's."""
+        return np.array([self.page(i) == other.page(i) for i in range(self.count)])
+
+
+class ServerProcess:
+    """A real ``python -m maru_server``. ``stop``, ``kill`` and ``start`` again on the same pool and endpoint."""
+
+    def __init__(
+        self, directory: Path, *options: str, pool: str | None = None, bind: str | None = None, size: str = "64M"
+    ) -> None:
+        self.pool = pool or f"shm://maru-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.endpoint = bind or f"ipc://{directory}/{uuid.uuid4().hex[:8]}.sock"
+        self.size = size
+        self.options = options
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = directory / f"server-{uuid.uuid4().hex[:8]}.log"
+
+    def start(self, *more: str) -> ServerProcess:
+        read_end, write_end = os.pipe()
+        size = ("--size", self.size) if self.size else ()
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "maru_server", "--pool", self.pool, *size, "--bind", self.endpoint,
+                 "--ready-fd", str(write_end), *self.options, *more],
+                stdout=output, stderr=output, pass_fds=[write_end],
+            )  # fmt: skip
+        os.close(write_end)
+        try:
+            assert select.select([read_end], [], [], 30)[0], (
+                f"maru-server was not ready in 30 s: {self.log.read_text()}"
+            )
+            line = os.read(read_end, 65536)
+        finally:
+            os.close(read_end)
+        assert line, f"maru-server ended at its start: {self.log.read_text()}"
+        assert json.loads(line)["endpoint"] == self.endpoint
+        return self
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._reap()
+
+    def stop(self) -> int:
+        self.signal(signal.SIGTERM)
+        return self._reap()
+
+    def _reap(self) -> int:
+        assert self.process is not None
+        code = self.process.wait(20)
+        self.process = None
+        return code
+
+    def remove(self) -> None:
+        if self.process is not None:
+            self.signal(signal.SIGCONT)
+            self.kill()
+        if self.pool.startswith("shm://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"/dev/shm/{self.pool.removeprefix('shm://').split('?')[0]}")
+
+
+@contextlib.contextmanager
+def running_server(directory: Path, *options: str, **named: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(directory, *options, **named)
+    try:
+        yield server.start()
+    finally:
+        server.remove()
