@@ -1,0 +1,578 @@
+"""The mapping of one pool: :meth:`PoolMemory.create` for its server, :meth:`PoolMemory.attach` for clients.
+
+Opening a pool never destroys anything: what is not empty and not a Maru pool of this version is refused unless the
+caller says ``format``. A new file is made complete and locked under no name, then gets its name in one step, so a
+server that is killed meanwhile leaves nothing; formatting an existing file puts a new one in its place the same way,
+so that processes that still map the old one keep their memory and harm nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from maru_core.errors import (
+    ClosedError,
+    ConfigError,
+    NotAPoolError,
+    PoolBusyError,
+    PoolDamagedError,
+    PoolError,
+    PoolVersionError,
+)
+from maru_core.pool.backing import (
+    PAGE,
+    SYSFS,
+    Backing,
+    Bytes,
+    DaxBacking,
+    FileBacking,
+    populate,
+    user_name,
+)
+from maru_core.pool.format import (
+    BLOCK_BYTES,
+    COHERENCE_HARDWARE,
+    COMPONENT,
+    COMPONENT_BYTES,
+    MAGIC,
+    NAMESPACE,
+    NAMESPACE_BYTES,
+    OWNER,
+    RECORD,
+    RECORD_BYTES,
+)
+from maru_core.pool.geometry import DEFAULT_ALIGN, Geometry
+from maru_core.pool.uri import PoolURI, format_size, parse_pool_uri
+
+_OWNER_TEXT_MAX: Final = OWNER["text"].itemsize
+#: A pool's path can change under us while we open it (another server makes, replaces or removes it): look again.
+_ATTEMPTS: Final = 16
+_NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+class PoolMemory:
+    """One mapped pool. Arrays taken from it stay valid after :meth:`close`; the memory goes with the last of them."""
+
+    def __init__(self, uri: PoolURI, geometry: Geometry, meta: Bytes, data: Bytes, backing: Backing | None) -> None:
+        self.uri = uri
+        self.geometry = geometry
+        self._meta: Bytes | None = meta
+        self._data: Bytes | None = data
+        self._data_address = int(data.ctypes.data)
+        self._backing = backing  # the server's, with its lock; None on a client
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------ opening
+
+    @classmethod
+    def create(
+        cls, uri: PoolURI | str, size: int | None = None, format: bool = False, *, sysfs: Path = SYSFS
+    ) -> PoolMemory:
+        """Open a pool as its one server, or make it: metadata mapped read-write, the pool locked.
+
+        A missing or empty file is made a pool. Anything else is opened if it is a Maru pool, and formatted only with
+        ``format``. A dax device is formatted only with ``format``.
+
+        Args:
+            size: bytes; of a new pool, or what an existing one must have. None: as the URI says.
+            sysfs: where sysfs is mounted (dax only).
+        Raises:
+            ConfigError: sizes contradict each other, or a new pool has none.
+            PoolBusyError: another server has it.
+            NotAPoolError, PoolVersionError, PoolDamagedError: what is there was not touched.
+            PoolTooSmallError, PoolError: cannot be made or mapped.
+        """
+        uri = _supported(uri)
+        wanted = _agreed_size(uri, size)
+        for _ in range(_ATTEMPTS):
+            backing: Backing
+            try:
+                if uri.scheme == "dax":
+                    backing = DaxBacking.open(uri, writable=True, sysfs=sysfs)
+                else:
+                    backing = FileBacking.open(uri, writable=True)
+            except FileNotFoundError:
+                try:
+                    return cls._new_file(uri, wanted, replace=False)
+                except FileExistsError:
+                    continue
+            try:
+                if not backing.lock():
+                    raise _busy(uri, backing)
+                if backing.still_there():
+                    return cls._open_locked(uri, backing, wanted, format)
+            except BaseException:
+                backing.close()
+                raise
+            backing.close()
+        raise PoolBusyError(f"{uri}: other servers keep making and removing it: give each server a pool of its own")
+
+    @classmethod
+    def attach(cls, uri: PoolURI | str, expected_uuid: bytes | None = None, *, sysfs: Path = SYSFS) -> PoolMemory:
+        """Map a pool as a client: metadata read-only (by the kernel, not by courtesy), data read-write.
+
+        Only the superblock says what the pool is like; ``size`` in the URI is for making one and is not looked at.
+
+        Args:
+            uri: how this host reaches the pool; names differ from host to host.
+            expected_uuid: the pool's identity as its server told it.
+        Raises:
+            PoolError: missing, not permitted, another pool, not a pool, or shorter than its superblock says.
+        """
+        uri = _supported(uri)
+        with contextlib.ExitStack() as stack:
+            sides: list[Backing] = []
+            # Two descriptors: a mapping of one that is open for reading only cannot be made writable later.
+            for writable in (False, True):
+                side: Backing
+                try:
+                    if uri.scheme == "dax":
+                        side = DaxBacking.open(uri, writable=writable, sysfs=sysfs)
+                    else:
+                        side = FileBacking.open(uri, writable=writable)
+                except FileNotFoundError as error:
+                    raise PoolError(
+                        f"{uri}: there is no {uri.path}: is its server running, on this machine, with this pool?"
+                    ) from error
+                stack.callback(side.close)
+                sides.append(side)
+            read_only, read_write = sides
+            geometry = _read_geometry(uri, read_only)
+            if expected_uuid is not None and geometry.pool_uuid != expected_uuid:
+                raise PoolError(
+                    f"{uri}: this is pool {uuid.UUID(bytes=geometry.pool_uuid)}, the server's is "
+                    f"{uuid.UUID(bytes=expected_uuid)}: name the path by which this host reaches the server's pool"
+                )
+            meta = read_only.map(0, geometry.off_data, writable=False)
+            # The file may have been replaced between the two opens: both must show the same pool.
+            if Geometry.read(read_write.read(0, BLOCK_BYTES)) != geometry:
+                raise PoolError(f"{uri}: it was formatted at this moment: attach again")
+            data = read_write.map(geometry.off_data, geometry.data_bytes, writable=True)
+            return cls(uri, geometry, meta, data, None)
+
+    @classmethod
+    def _open_locked(cls, uri: PoolURI, backing: Backing, wanted: int | None, format: bool) -> PoolMemory:
+        if isinstance(backing, FileBacking):
+            _check_owner(uri, backing)
+            if backing.capacity() == 0:
+                return cls._format_empty_file(uri, backing, wanted)
+        if not format:
+            geometry = _read_geometry(uri, backing)
+            # Holes of the tables would raise SIGBUS on a full tmpfs, in clients too, which only read them.
+            _provision_tables(uri, backing, geometry)
+            meta = backing.map(0, geometry.off_data, writable=True)
+            data = backing.map(geometry.off_data, geometry.data_bytes, writable=True)
+            memory = cls(uri, geometry, meta, data, backing)
+            memory._check_wanted(wanted)
+            return memory
+        after = _last_generation_second(uri, backing) + 1
+        if isinstance(backing, FileBacking):
+            memory = cls._new_file(uri, wanted or backing.capacity(), replace=True, after=after)
+            backing.close()
+            return memory
+        geometry = _plan(uri, wanted or backing.capacity(), backing.grain, after)
+        if geometry.pool_bytes > backing.capacity():
+            raise ConfigError(
+                f"{uri}: size={format_size(geometry.pool_bytes)} is more than the {backing.capacity()} bytes "
+                f"of {uri.path}: leave the size out to use all of it"
+            )
+        return cls._formatted(uri, geometry, backing, zeroed=False)
+
+    @classmethod
+    def _new_file(cls, uri: PoolURI, wanted: int | None, *, replace: bool, after: int = 0) -> PoolMemory:
+        """Make a whole pool under no name, then give it the pool's.
+
+        Raises:
+            FileExistsError: the name was taken meanwhile (not with ``replace``).
+        """
+        geometry = _plan(uri, _required(uri, wanted), PAGE, after)
+        path = uri.path if uri.scheme == "shm" else Path(os.path.realpath(uri.path))
+        spare = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
+        named = False
+        try:
+            try:
+                descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, uri.mode)
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE or not path.parent.is_dir():
+                    raise
+                descriptor = os.open(spare, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, uri.mode)
+                named = True
+        except OSError as error:
+            raise PoolError(
+                f"{uri}: cannot make a file in {path.parent} ({error.strerror}): "
+                "create the folder or choose another, and check its permissions"
+            ) from error
+        backing = FileBacking(uri, descriptor)
+        try:
+            os.fchmod(descriptor, uri.mode)  # whatever the umask is
+            backing.lock()
+            memory = cls._grown(uri, geometry, backing)
+            folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+            try:
+                if not named:
+                    # With a directory descriptor Python calls linkat(AT_SYMLINK_FOLLOW), without one it links the link.
+                    target = spare if replace else path
+                    os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=folder, follow_symlinks=True)
+                    named = replace
+                elif not replace:
+                    os.link(spare, path)
+                if replace:
+                    os.rename(spare, path)
+                    named = False
+            except FileExistsError:
+                raise
+            except OSError as error:
+                raise PoolError(
+                    f"{uri}: cannot name the new pool {path} ({error.strerror}): choose another path"
+                ) from error
+            finally:
+                os.close(folder)
+            return memory
+        except BaseException:
+            backing.close()
+            raise
+        finally:
+            if named:
+                os.unlink(spare)
+
+    @classmethod
+    def _format_empty_file(cls, uri: PoolURI, backing: FileBacking, wanted: int | None) -> PoolMemory:
+        geometry = _plan(uri, _required(uri, wanted), PAGE, 0)
+        os.fchmod(backing.descriptor, uri.mode)
+        try:
+            return cls._grown(uri, geometry, backing)
+        except BaseException:
+            os.ftruncate(backing.descriptor, 0)  # it was empty: leave it so, or the next start finds it foreign
+            raise
+
+    @classmethod
+    def _grown(cls, uri: PoolURI, geometry: Geometry, backing: FileBacking) -> PoolMemory:
+        """A pool in a file that is empty so far."""
+        try:
+            os.ftruncate(backing.descriptor, geometry.pool_bytes)
+        except OSError as error:
+            raise PoolError(
+                f"{uri}: the file system refuses a file of {format_size(geometry.pool_bytes)} "
+                f"({error.strerror}): make the pool smaller"
+            ) from error
+        _provision_tables(uri, backing, geometry)
+        return cls._formatted(uri, geometry, backing, zeroed=True)
+
+    @classmethod
+    def _formatted(cls, uri: PoolURI, geometry: Geometry, backing: Backing, *, zeroed: bool) -> PoolMemory:
+        """Write all tables, then the superblock, its magic last: until then it is no pool, to nobody."""
+        meta = backing.map(0, geometry.off_data, writable=True)
+        data = backing.map(geometry.off_data, geometry.data_bytes, writable=True)
+        memory = cls(uri, geometry, meta, data, backing)
+        if not zeroed:
+            meta[:BLOCK_BYTES] = 0
+            meta[BLOCK_BYTES:] = 0
+        created_s = geometry.created_ns // 1_000_000_000
+        memory.generations[:] = created_s << 32
+        # From the time, as generations: a client of the pool before must not take the first server for its own.
+        memory._owner_block["incarnation"] = created_s << 20
+        block = np.frombuffer(geometry.superblock(), np.uint8)
+        meta[len(MAGIC) : BLOCK_BYTES] = block[len(MAGIC) :]
+        meta[: len(MAGIC)].view("<u8")[0] = block[: len(MAGIC)].view("<u8")[0]
+        return memory
+
+    def _check_wanted(self, wanted: int | None) -> None:
+        """An existing pool must be what was asked for; nothing is resized or cut anew in silence."""
+        geometry = self.geometry
+        for key, value, actual in (
+            ("size", wanted, geometry.pool_bytes),
+            ("extent", self.uri.extent, geometry.extent_bytes),
+            ("min_slot", self.uri.min_slot, geometry.min_slot_bytes),
+            ("align", self.uri.align, geometry.align),
+        ):
+            if value is not None and value != actual:
+                raise ConfigError(
+                    f"{self.uri}: {key}={format_size(value)} was asked for, the existing pool has "
+                    f"{key}={format_size(actual)}: leave {key} out, or format the pool anew (--format; its contents are lost)"
+                )
+
+    # ------------------------------------------------------------ memory
+
+    @property
+    def meta(self) -> Bytes:
+        """Everything before the extents, ``[0, off_data)``; not writeable on a client."""
+        if self._meta is None:
+            raise ClosedError(f"the mapping of {self.uri} was closed: attach again")
+        return self._meta
+
+    @property
+    def data(self) -> Bytes:
+        """All extents: byte 0 is ``off_data``."""
+        if self._data is None:
+            raise ClosedError(f"the mapping of {self.uri} was closed: attach again")
+        return self._data
+
+    @property
+    def closed(self) -> bool:
+        return self._data is None
+
+    @property
+    def data_address(self) -> int:
+        """Address of byte ``off_data`` in this process."""
+        if self._data is None:
+            raise ClosedError(f"the mapping of {self.uri} was closed: attach again")
+        return self._data_address
+
+    def address_of(self, offset_in_pool: int) -> int:
+        """Address of a byte of the data region.
+
+        Raises:
+            PoolError: the offset is not in an extent.
+        """
+        relative = offset_in_pool - self.geometry.off_data
+        if not 0 <= relative < self.geometry.data_bytes:
+            raise PoolError(f"{self.uri}: offset {offset_in_pool} is not in the pool's extents")
+        return self.data_address + relative
+
+    @property
+    def generations(self) -> npt.NDArray[np.uint64]:
+        """u64 per slot, shape ``(slot_count,)``."""
+        return self._table(self.geometry.off_generations, 8, self.geometry.slot_count, np.dtype("<u8"))
+
+    @property
+    def directory(self) -> npt.NDArray[np.void]:
+        """:data:`~maru_core.pool.format.RECORD` per slot, shape ``(slot_count,)``."""
+        return self._table(self.geometry.off_directory, RECORD_BYTES, self.geometry.slot_count, RECORD)
+
+    @property
+    def extents(self) -> npt.NDArray[np.uint64]:
+        """u64 per extent, its slot size; shape ``(extent_count,)``."""
+        return self._table(self.geometry.off_extents, 8, self.geometry.extent_count, np.dtype("<u8"))
+
+    @property
+    def components(self) -> npt.NDArray[np.void]:
+        """:data:`~maru_core.pool.format.COMPONENT` entries, shape ``(component_capacity,)``."""
+        geometry = self.geometry
+        return self._table(geometry.off_components, COMPONENT_BYTES, geometry.component_capacity, COMPONENT)
+
+    @property
+    def namespaces(self) -> npt.NDArray[np.void]:
+        """:data:`~maru_core.pool.format.NAMESPACE` entries, shape ``(namespace_capacity,)``."""
+        geometry = self.geometry
+        return self._table(geometry.off_namespaces, NAMESPACE_BYTES, geometry.namespace_capacity, NAMESPACE)
+
+    def _table(self, offset: int, item_bytes: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        return self.meta[offset : offset + item_bytes * count].view(dtype)
+
+    def provision(self, extent: int) -> bool:
+        """Server: put memory behind an extent before any slot of it is given out. False: none is left.
+
+        Blocks for about a millisecond per 4 MiB the first time, without the GIL; quick when it was done before.
+        """
+        if self._backing is None:
+            raise PoolError(f"{self.uri}: only the pool's server provisions extents")
+        offset, length = self._extent(extent)
+        return self._backing.provision(self.geometry.off_data + offset, length)
+
+    def populate(self, extent: int) -> bool:
+        """Client: fill this process's page tables for an extent that was provisioned, so that the first copy does
+        not pay for it. From a background thread; the GIL is released. False where the kernel cannot."""
+        offset, length = self._extent(extent)
+        keep = self.data  # the mapping outlives the call even if another thread closes this object
+        return populate(int(keep.ctypes.data) + offset, length)
+
+    def _extent(self, extent: int) -> tuple[int, int]:
+        if not 0 <= extent < self.geometry.extent_count:
+            raise ValueError(f"extent {extent} is not in a pool of {self.geometry.extent_count} extents")
+        return extent * self.geometry.extent_bytes, self.geometry.extent_bytes
+
+    # ------------------------------------------------------------ owner block
+
+    @property
+    def _owner_block(self) -> npt.NDArray[np.void]:
+        return self._table(BLOCK_BYTES, BLOCK_BYTES, 1, OWNER)
+
+    @property
+    def incarnation(self) -> int:
+        """How often the pool has been served; never goes back, also over a format."""
+        return int(self._owner_block["incarnation"][0])
+
+    def bump_incarnation(self) -> int:
+        """Server: begin a new life of the pool; the number that stands for it."""
+        value = self.incarnation + 1
+        self._owner_block["incarnation"] = value
+        return value
+
+    def set_owner(self, text: str) -> None:
+        """Server: say who serves the pool, for people (and for the error of a second server)."""
+        data = text.encode()[:_OWNER_TEXT_MAX]
+        block = self._owner_block
+        block["check"] = 0  # nobody believes it meanwhile
+        block["text"] = np.void(data.ljust(_OWNER_TEXT_MAX, b"\0"))
+        block["length"] = len(data)
+        block["check"] = xxhash.xxh3_64_intdigest(data)
+
+    def owner(self) -> str:
+        """What :meth:`set_owner` said last; empty if nothing."""
+        return _owner_text(self.meta[BLOCK_BYTES : 2 * BLOCK_BYTES].tobytes())
+
+    # ------------------------------------------------------------ leaving
+
+    def unlink(self) -> None:
+        """Server: remove the pool's file if the path still names it. A device is left as it is."""
+        backing = self._backing
+        if isinstance(backing, FileBacking) and backing.still_there():
+            os.unlink(self.uri.path if self.uri.scheme == "shm" else os.path.realpath(self.uri.path))
+
+    def close(self) -> None:
+        """Let go of the mapping and, on the server, of the lock. Safe to repeat, and while others still copy:
+        whoever holds an array keeps the memory mapped."""
+        self._meta = self._data = None
+        backing, self._backing = self._backing, None
+        if backing is not None:
+            # A forked child shares the lock with its parent and must not release it.
+            if os.getpid() == self._pid:
+                backing.unlock()
+            backing.close()
+
+    def __enter__(self) -> PoolMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _supported(uri: PoolURI | str) -> PoolURI:
+    uri = parse_pool_uri(uri) if isinstance(uri, str) else uri
+    if uri.coherence != "hardware":
+        raise PoolError(
+            f"{uri}: coherence=software needs cache flushing, which this release does not have: "
+            "use memory that is coherent between its hosts, or serve each host a pool of its own"
+        )
+    return uri
+
+
+def _agreed_size(uri: PoolURI, size: int | None) -> int | None:
+    if size is not None and uri.size is not None and size != uri.size:
+        raise ConfigError(
+            f"{uri}: the URI says size={format_size(uri.size)}, the size given is {format_size(size)}: keep one of them"
+        )
+    return uri.size if size is None else size
+
+
+def _required(uri: PoolURI, wanted: int | None) -> int:
+    if wanted is None:
+        raise ConfigError(f"{uri}: a new pool needs a size: add ?size=8G to the URI or give --size 8G")
+    return wanted
+
+
+def _plan(uri: PoolURI, pool_bytes: int, grain: int, after_s: int) -> Geometry:
+    """Cut a new pool; ``after_s`` is a second before which no generation of it may lie."""
+    align = max(DEFAULT_ALIGN, grain) if uri.align is None else uri.align
+    if align % grain:
+        raise ConfigError(
+            f"{uri}: align={format_size(align)} is not a multiple of the alignment {format_size(grain)} of {uri.path}: "
+            f"leave it out or use {format_size(grain)}"
+        )
+    return Geometry.plan(
+        pool_bytes,
+        align=align,
+        extent_bytes=uri.extent,
+        min_slot_bytes=uri.min_slot,
+        coherence=COHERENCE_HARDWARE,
+        pool_uuid=uuid.uuid4().bytes,
+        created_ns=max(time.time_ns(), after_s * 1_000_000_000),
+    )
+
+
+def _provision_tables(uri: PoolURI, backing: Backing, geometry: Geometry) -> None:
+    if not backing.provision(0, geometry.off_data):
+        raise PoolError(
+            f"{uri}: no space for the pool's tables ({geometry.off_data} bytes) on the file system of {uri.path}: "
+            "free some, or make the pool smaller"
+        )
+
+
+def _read_geometry(uri: PoolURI, backing: Backing) -> Geometry:
+    """The geometry of what is there, checked against the memory behind it; errors name the pool and the cure."""
+    try:
+        geometry = Geometry.read(backing.read(0, BLOCK_BYTES))
+    except NotAPoolError as error:
+        raise NotAPoolError(
+            f"{uri}: {uri.path} does not hold a Maru pool ({error}); it was not touched: "
+            "name another, or let the server format it (--format; what it holds is lost)"
+        ) from error
+    except (PoolVersionError, PoolDamagedError) as error:
+        raise type(error)(f"{uri}: {error}") from error
+    if geometry.coherence != COHERENCE_HARDWARE:
+        raise PoolError(
+            f"{uri}: the pool was formatted with coherence=software, which this release does not have: "
+            "format it anew for coherent memory (--format; its contents are lost)"
+        )
+    if backing.capacity() < geometry.pool_bytes:
+        raise PoolDamagedError(
+            f"{uri}: the pool has {geometry.pool_bytes} bytes, {uri.path} only {backing.capacity()}: it was cut short; "
+            "restore it, or format the pool anew (--format; its contents are lost)"
+        )
+    if geometry.off_data % backing.grain or geometry.data_bytes % backing.grain:
+        raise PoolError(
+            f"{uri}: the pool is aligned to {format_size(geometry.align)}, {uri.path} demands {format_size(backing.grain)}: "
+            f"reconfigure the device (`daxctl reconfigure-device --align={geometry.align}`), or format the pool anew "
+            "(--format; its contents are lost)"
+        )
+    return geometry
+
+
+def _check_owner(uri: PoolURI, backing: FileBacking) -> None:
+    # Whoever owns the file can change or cut it under the server, even where permissions let the server in.
+    uid = os.fstat(backing.descriptor).st_uid
+    if uid != os.geteuid():
+        raise PoolError(
+            f"{uri}: {uri.path} belongs to {user_name(uid)}, this server runs as {user_name(os.geteuid())}: "
+            "choose another name, or run the server as that user"
+        )
+
+
+def _last_generation_second(uri: PoolURI, backing: Backing) -> int:
+    """The last second of which a pool that is about to be formatted holds a generation; 0 if it is no pool.
+
+    Generations start at a second of the clock; a format within the same second, or after the clock was set back,
+    must not repeat any, since clients of the old pool may still hold some."""
+    try:
+        geometry = _read_geometry(uri, backing)
+        meta = backing.map(0, geometry.off_data, writable=False)
+    except PoolError:
+        return 0
+    end = geometry.off_generations + 8 * geometry.slot_count
+    generations = meta[geometry.off_generations : end].view("<u8")
+    incarnation = int(meta[BLOCK_BYTES : BLOCK_BYTES + 8].view("<u8")[0])
+    return max(int(generations.max()) >> 32, incarnation >> 20, geometry.created_ns // 1_000_000_000)
+
+
+def _owner_text(block: bytes) -> str:
+    if len(block) < BLOCK_BYTES:
+        return ""
+    fields = np.frombuffer(block, OWNER, 1)[0]
+    data: bytes = fields["text"].tobytes()[: int(fields["length"])]
+    if int(fields["length"]) > _OWNER_TEXT_MAX or int(fields["check"]) != xxhash.xxh3_64_intdigest(data):
+        return ""
+    return data.decode(errors="replace")
+
+
+def _busy(uri: PoolURI, backing: Backing) -> PoolBusyError:
+    try:
+        owner = _owner_text(backing.read(BLOCK_BYTES, BLOCK_BYTES))
+    except PoolError:
+        owner = ""
+    return PoolBusyError(
+        f"{uri}: it is served by {owner or 'another process, which has not said who it is'}: "
+        "stop that server first, or use another pool"
+    )
