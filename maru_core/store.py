@@ -14,13 +14,12 @@ It does not know any engine, and it never decides placement.
 
 from __future__ import annotations
 
-import collections
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,11 +29,11 @@ from maru_core import embedded
 from maru_core.checksum import object_checksum
 from maru_core.errors import (
     ClosedError,
-    ConfigError,
     MaruError,
     PoolTooSmallError,
     ServerUnavailableError,
 )
+from maru_core.locations import Locations, RecentMatches
 from maru_core.mover import CxlMover, Fragments
 from maru_core.namespace import Namespace
 from maru_core.pool import PoolMemory, PoolView, parse_pool_uri
@@ -43,12 +42,14 @@ from maru_core.protocol import (
     MAX_BATCH,
     NO_SLOT,
     CommitStatus,
-    Located,
     ReserveStatus,
     Welcome,
 )
 from maru_core.session import Session
 from maru_core.settings import Settings
+from maru_core.store_config import StoreConfig, StoreMetrics
+
+__all__ = ["Store", "StoreConfig", "StoreMetrics"]
 
 log = logging.getLogger("maru.store")
 
@@ -59,65 +60,6 @@ U64Array = npt.NDArray[np.uint64]
 #: How long a put waits for another session that is writing the same page, seconds. Two servers that compute the same
 #: prompt at once meet here; the copy that they wait for takes milliseconds.
 BUSY_WAIT_S = 0.25
-#: How long the locations of a match are worth keeping for the get that follows it, seconds. Never a question of
-#: correctness: the generations decide.
-RECENT_S = 10.0
-RECENT_MATCHES = 64
-
-
-class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the server is and how careful to be."""
-
-    #: ``ipc:///path`` or ``tcp://host:port``; None: the embedded server of this user and machine.
-    server: str | None = None
-    #: URI under which this host reaches the pool, where it is not the one the server names.
-    pool: str | None = None
-    #: Size of the embedded server's pool (``"8G"``); only the process that starts it decides.
-    pool_size: str | None = None
-    #: Time limit of one call to the server, milliseconds.
-    timeout_ms: int = 500
-    #: ``checksum`` also compares a checksum of every object that is read, and computes one for each that is written.
-    verify: Literal["generation", "checksum"] = "generation"
-    #: Threads that copy one batch; None measures the machine.
-    copy_threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.timeout_ms <= 60_000:
-            raise ConfigError(f"timeout_ms is {self.timeout_ms}: give milliseconds from 1 to 60000 (default 500)")
-        if self.copy_threads is not None and not 1 <= self.copy_threads <= 64:
-            raise ConfigError(f"copy_threads is {self.copy_threads}: give 1 to 64, or leave it out")
-        if self.server is not None and not self.server.startswith(("ipc://", "tcp://")):
-            raise ConfigError(
-                f"server is {self.server!r}: give ipc:///path/to/socket or tcp://host:port, or leave it out"
-            )
-        if self.pool is not None:
-            parse_pool_uri(self.pool)
-
-
-class StoreMetrics(msgspec.Struct, kw_only=True):
-    """Counters since the store was opened. Pages and bytes are of one shard of one component."""
-
-    stored_pages: int = 0
-    stored_bytes: int = 0
-    existing_pages: int = 0  # put of what was already there: nothing copied
-    loaded_pages: int = 0
-    loaded_bytes: int = 0
-    queried_pages: int = 0
-    hit_pages: int = 0
-    #: Pages that get could not deliver, by reason.
-    miss_not_stored: int = 0
-    miss_length: int = 0  # stored with another length than the reader's page
-    miss_evicted: int = 0  # generation changed while it was read
-    miss_checksum: int = 0  # wrong bytes in memory, or none to compare with
-    miss_unavailable: int = 0  # no answer in time
-    miss_error: int = 0
-    #: Pages that put could not store, by reason.
-    refused_no_room: int = 0
-    refused_busy: int = 0
-    refused_conflict: int = 0
-    refused_lost: int = 0  # reservation gone before the commit
-    refused_unavailable: int = 0
-    refused_error: int = 0
 
 
 class _Life(msgspec.Struct, frozen=True):
@@ -131,58 +73,12 @@ class _Life(msgspec.Struct, frozen=True):
     mover: CxlMover
 
 
-class _Locations(msgspec.Struct, frozen=True):
-    """Where the pages of one query lie; arrays of one element per hash, ``NO_SLOT`` where a page is not present."""
-
-    slots: npt.NDArray[np.uint32]
-    offsets: U64Array
-    generations: U64Array
-    lengths: U64Array
-    checksums: U64Array
-
-    @staticmethod
-    def of(located: Located, count: int, column: int = 0) -> _Locations:
-        """Column ``column`` (component) of a reply with ``count`` elements per component."""
-
-        def take(data: bytes, dtype: str) -> npt.NDArray[np.uint64]:
-            array = np.frombuffer(data, dtype)
-            if len(array) % max(count, 1) or len(array) < (column + 1) * count:
-                raise MaruError(f"the server located {len(array)} objects where {count} a component were asked for")
-            return array[column * count : (column + 1) * count]
-
-        return _Locations(
-            slots=take(located.slots, "<u4").astype(np.uint32, copy=False),
-            offsets=take(located.offsets, "<u8"),
-            generations=take(located.generations, "<u8"),
-            lengths=take(located.lengths, "<u8"),
-            checksums=take(located.checksums, "<u8"),
-        )
-
-    def range(self, start: int, stop: int) -> _Locations:
-        return _Locations(
-            slots=self.slots[start:stop],
-            offsets=self.offsets[start:stop],
-            generations=self.generations[start:stop],
-            lengths=self.lengths[start:stop],
-            checksums=self.checksums[start:stop],
-        )
-
-
-class _Recent(msgspec.Struct, frozen=True):
-    at: float
-    epoch: int
-    component: str
-    shard: int
-    hashes: bytes
-    locations: _Locations
-
-
 class Store:
     """See the module. Make one with :meth:`open`, end it with :meth:`close`.
 
-    ``_lock`` protects ``_life``, ``_closed`` and ``_in_flight``; ``metrics`` has a lock of its own; ``_recent`` is a
-    deque, whose append and iteration over a copy are atomic. A life is immutable, so a call that runs on an older one
-    keeps a mapping that stays valid until the call ends: memory is unmapped when the last user lets go of it.
+    ``_lock`` protects ``_life``, ``_closed`` and ``_in_flight``; ``metrics`` has a lock of its own. A life is immutable, so
+    a call that runs on an older one keeps a mapping that stays valid until the call ends: memory is unmapped when the last
+    user lets go of it.
     """
 
     def __init__(
@@ -201,7 +97,7 @@ class Store:
         self._life: _Life | None = None
         self._in_flight = 0
         self._closed = False
-        self._recent: collections.deque[_Recent] = collections.deque(maxlen=RECENT_MATCHES)
+        self._recent = RecentMatches()
         self._logged: dict[str, float] = {}
         self._chores: queue.SimpleQueue[tuple[PoolMemory, int] | None] = queue.SimpleQueue()
         self._populated: set[tuple[bytes, int]] = set()
@@ -317,12 +213,12 @@ class Store:
 
     def delete(self, hashes: bytes) -> int:
         """Remove pages and what continues them; how many objects went, 0 on failure."""
-        self._recent.clear()
+        self._recent.forget()
         return self._guarded(lambda life: self._session.delete(life.namespace, hashes), 0, "delete")
 
     def clear(self) -> bool:
         """Remove every page of this namespace; True if the server did it."""
-        self._recent.clear()
+        self._recent.forget()
 
         def run(life: _Life) -> bool:
             self._session.clear(life.namespace)
@@ -449,45 +345,27 @@ class Store:
             if located.pages:
                 known = chunk[: located.pages * HASH_BYTES]
                 for column, component in enumerate(components):
-                    self._remember(life, component, shard, known, _Locations.of(located, located.pages, column))
+                    where = Locations.of(located, located.pages, column)
+                    self._recent.remember(life.epoch, component, shard, known, where)
             pages += located.pages
             if located.pages * HASH_BYTES < len(chunk):
                 break
         self._count(queried_pages=count, hit_pages=pages)
         return pages
 
-    def _remember(self, life: _Life, component: str, shard: int, hashes: bytes, locations: _Locations) -> None:
-        self._recent.append(_Recent(time.monotonic(), life.epoch, component, shard, hashes, locations))
-
-    def _recall(self, life: _Life, component: str, shard: int, hashes: bytes) -> _Locations | None:
-        """Locations that a match has just told, if one covers all of ``hashes``."""
-        oldest = time.monotonic() - RECENT_S
-        for recent in reversed(tuple(self._recent)):
-            if recent.at < oldest:
-                break
-            if recent.component != component or recent.shard != shard or recent.epoch != life.epoch:
-                continue
-            at = recent.hashes.find(hashes)
-            if at >= 0 and at % HASH_BYTES == 0:
-                return recent.locations.range(at // HASH_BYTES, (at + len(hashes)) // HASH_BYTES)
-        return None
-
-    def _locate(self, life: _Life, component: str, shard: int, hashes: bytes) -> _Locations:
+    def _locate(self, life: _Life, component: str, shard: int, hashes: bytes) -> Locations:
         count = len(hashes) // HASH_BYTES
         parts = []
         for start in range(0, count, MAX_BATCH):
             chunk = hashes[start * HASH_BYTES : (start + MAX_BATCH) * HASH_BYTES]
             located = self._session.match(life.namespace, [component], shard, chunk, sparse=True)
-            parts.append(_Locations.of(located, len(chunk) // HASH_BYTES))
-        if len(parts) == 1:
-            return parts[0]
-        fields = _Locations.__struct_fields__
-        return _Locations(**{f: np.concatenate([getattr(part, f) for part in parts]) for f in fields})
+            parts.append(Locations.of(located, len(chunk) // HASH_BYTES))
+        return Locations.joined(parts)
 
     # ------------------------------------------------------------ get
 
     def _get(self, life: _Life, component: str, shard: int, hashes: bytes, fragments: Fragments) -> BoolArray:
-        recalled = self._recall(life, component, shard, hashes)
+        recalled = self._recent.recall(life.epoch, component, shard, hashes)
         where = recalled if recalled is not None else self._locate(life, component, shard, hashes)
         loaded = self._read(life, where, fragments)
         if recalled is not None and not loaded.all():
@@ -507,7 +385,7 @@ class Store:
             self._session.touch(life.namespace, b"".join(_hash_at(hashes, int(i)) for i in np.flatnonzero(loaded)))
         return loaded
 
-    def _read(self, life: _Life, where: _Locations, fragments: Fragments) -> BoolArray:
+    def _read(self, life: _Life, where: Locations, fragments: Fragments) -> BoolArray:
         """Copy, then validate. The order is the whole point: a generation that still holds after the copy proves that the
         slot belonged to the object all the while."""
         wanted = (where.slots != NO_SLOT) & (where.lengths == fragments.nbytes)
@@ -517,7 +395,7 @@ class Store:
             chosen, target = where, fragments
         else:
             index = np.flatnonzero(wanted)
-            chosen = _Locations(**{f: getattr(where, f)[index] for f in _Locations.__struct_fields__})
+            chosen = where[index]
             target = fragments.select(index)
         self._populate(life, chosen.slots)
         life.mover.load(chosen.offsets, target)
@@ -530,7 +408,7 @@ class Store:
         wanted[wanted] = good
         return wanted
 
-    def _missing(self, life: _Life, where: _Locations, nbytes: int, loaded: BoolArray) -> dict[str, int]:
+    def _missing(self, life: _Life, where: Locations, nbytes: int, loaded: BoolArray) -> dict[str, int]:
         """Why pages were not loaded. Counted after the fact, so that the way of a hit stays short."""
         if loaded.all():
             return {}

@@ -274,7 +274,7 @@ def test_an_object_larger_than_an_extent_is_refused_at_the_start(server: ServerP
 
 
 def test_a_wrong_pool_is_refused_at_the_start(server: ServerProcess, tmp_path: Path) -> None:
-    with running_server(tmp_path) as other, pytest.raises(PoolError, match="another pool|uuid|UUID"):
+    with running_server(tmp_path) as other, pytest.raises(PoolError, match=r"another pool|uuid|UUID"):
         Store.open(StoreConfig(server=server.endpoint, pool=other.pool), namespace(), name="astray")
 
 
