@@ -209,19 +209,19 @@ class Store:
         """Note that pages were used: one way, batched, never blocks."""
         life = self._life
         if life is not None and not self._closed:
-            self._session.touch(life.namespace, hashes)
+            self._session.touch(life.namespace, hashes, epoch=life.epoch)
 
     def delete(self, hashes: bytes) -> int:
         """Remove pages and what continues them; how many objects went, 0 on failure."""
         self._recent.forget()
-        return self._guarded(lambda life: self._session.delete(life.namespace, hashes), 0, "delete")
+        return self._guarded(lambda life: self._session.delete(life.namespace, hashes, epoch=life.epoch), 0, "delete")
 
     def clear(self) -> bool:
         """Remove every page of this namespace; True if the server did it."""
         self._recent.forget()
 
         def run(life: _Life) -> bool:
-            self._session.clear(life.namespace)
+            self._session.clear(life.namespace, epoch=life.epoch)
             return True
 
         return self._guarded(run, False, "clear")
@@ -316,14 +316,12 @@ class Store:
         memory = self._attach(welcome, life)
         made = _Life(
             epoch=epoch,
-            namespace=self._session.open_namespace(self._record),
+            namespace=self._session.open_namespace(self._record, epoch=epoch),
             lease_s=welcome.lease_s,
             memory=memory,
             view=PoolView(memory),
             mover=CxlMover(memory, self.config.copy_threads),
         )
-        if self._session.epoch != epoch:
-            raise ServerUnavailableError("the server restarted while it was being connected")
         with self._lock:
             if self._closed:
                 raise ClosedError("the store was closed")
@@ -341,7 +339,7 @@ class Store:
         pages = 0
         for start in range(0, count, MAX_BATCH):
             chunk = hashes[start * HASH_BYTES : (start + MAX_BATCH) * HASH_BYTES]
-            located = self._session.match(life.namespace, components, shard, chunk)
+            located = self._session.match(life.namespace, components, shard, chunk, epoch=life.epoch)
             if located.pages:
                 known = chunk[: located.pages * HASH_BYTES]
                 for column, component in enumerate(components):
@@ -358,7 +356,7 @@ class Store:
         parts = []
         for start in range(0, count, MAX_BATCH):
             chunk = hashes[start * HASH_BYTES : (start + MAX_BATCH) * HASH_BYTES]
-            located = self._session.match(life.namespace, [component], shard, chunk, sparse=True)
+            located = self._session.match(life.namespace, [component], shard, chunk, sparse=True, epoch=life.epoch)
             parts.append(Locations.of(located, len(chunk) // HASH_BYTES))
         return Locations.joined(parts)
 
@@ -380,9 +378,11 @@ class Store:
         count = int(loaded.sum())
         self._count(loaded_pages=count, loaded_bytes=count * fragments.nbytes, **missing)
         if count == len(loaded):
-            self._session.touch(life.namespace, hashes)
+            self._session.touch(life.namespace, hashes, epoch=life.epoch)
         elif count:
-            self._session.touch(life.namespace, b"".join(_hash_at(hashes, int(i)) for i in np.flatnonzero(loaded)))
+            self._session.touch(
+                life.namespace, b"".join(_hash_at(hashes, int(i)) for i in np.flatnonzero(loaded)), epoch=life.epoch
+            )
         return loaded
 
     def _read(self, life: _Life, where: Locations, fragments: Fragments) -> BoolArray:
@@ -465,7 +465,9 @@ class Store:
     ) -> npt.NDArray[np.uint8]:
         """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status for each page."""
         asked = time.monotonic()
-        reserved = self._session.reserve(life.namespace, component, shard, world, parent, hashes, fragments.nbytes)
+        reserved = self._session.reserve(
+            life.namespace, component, shard, world, parent, hashes, fragments.nbytes, epoch=life.epoch
+        )
         status = np.frombuffer(reserved.status, np.uint8)
         if len(status) != len(stored):
             raise MaruError(f"the server answered for {len(status)} of {len(stored)} pages")
@@ -500,28 +502,25 @@ class Store:
                     (object_checksum(row, part.sizes) for row in part.addresses), np.uint64, len(mine)
                 ).tobytes()
         except BaseException:
-            self._release(*packed)
+            self._release(life, *packed)
             raise
-        done = self._commit(packed, sums, len(mine))
+        done = self._commit(life, packed, sums, len(mine))
         stored[mine[done]] = True
         good = int(done.sum())
         self._count(stored_pages=good, stored_bytes=good * fragments.nbytes, refused_lost=len(mine) - good)
         return status
 
-    def _commit(self, packed: tuple[bytes, bytes], sums: bytes, count: int) -> BoolArray:
-        """Commit, asking a second time if no answer came: it is idempotent, and an answer that is missing is no answer."""
-        try:
-            committed = self._session.commit(*packed, sums)
-        except ServerUnavailableError:
-            committed = self._session.commit(*packed, sums)
+    def _commit(self, life: _Life, packed: tuple[bytes, bytes], sums: bytes, count: int) -> BoolArray:
+        """An answer that is missing is no answer: the session repeats the commit later, but here it counts as not stored."""
+        committed = self._session.commit(*packed, sums, epoch=life.epoch)
         status = np.frombuffer(committed.status, np.uint8)
         if len(status) != count:
             raise MaruError(f"the server answered for {len(status)} of {count} commits")
         return np.asarray(status == CommitStatus.COMMITTED)
 
-    def _release(self, slots: bytes, generations: bytes) -> None:
+    def _release(self, life: _Life, slots: bytes, generations: bytes) -> None:
         try:
-            self._session.release(slots, generations)
+            self._session.release(slots, generations, epoch=life.epoch)
         except MaruError as error:
             log.debug("reservations were not given back (%s): they return with the session", error)
 
