@@ -1,0 +1,490 @@
+"""The namespace of a running SGLang process: everything that changes the bytes of a KV page, or what its key means.
+
+Two steps. :func:`collect` reads what the process really runs with: the storage config, the host pool, the resolved
+server arguments (``sglang.srt.runtime_context``), the resolved model configuration and the content of the weights. The
+result, :class:`EngineFacts`, is plain data; its :meth:`~EngineFacts.namespace` is the record that the server keeps.
+What cannot be established is a :class:`~maru_core.errors.ConfigError` at start that names it and the cure.
+
+How SGLang 0.5.23 keeps requests apart, which decides what the record must add:
+
+- LoRA adapter and cache salt enter the page hash: ``storage_namespace_seed(extra_key, cache_salt)`` seeds the first page
+  of every chain, and ``Req.__init__`` appends the adapter's id to ``extra_key``. But the id of a ``--lora-paths`` adapter
+  is made of its *name and path*, not of its content, so the digest of every such adapter is part of the namespace.
+  Adapters that are loaded later get a random id: their pages are never shared between processes.
+- Images, audio and video enter as pad values in place of token ids: four 62-bit numbers cut from the SHA-256 of the
+  item's 64-bit hash (or 256-bit identity), so they are part of every page hash that covers them. How an item is
+  preprocessed is not part of its hash, so those settings are part of the namespace.
+- The bytes of KV under speculative decoding are those of the target model, but SGLang may pack draft layers into the
+  same pool, and hashes pairs of tokens for EAGLE: the draft model is part of the namespace.
+- The namespace holds the hash of a fixed chain as this process computes it (:func:`_hash_probe`): another hash scheme
+  is another namespace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from maru_core.errors import ConfigError
+from maru_core.namespace import Namespace
+from maru_sglang.radix.weights import file_digest, locate_model, weights_digest
+
+ENGINE: Final = "sglang"
+
+#: Server arguments (by runtime_context namespace) that change the KV a model computes and are not in its configuration
+#: or its weights. Only numerics of kernels (attention backends, MoE runners) are left out: they round differently,
+#: as they do between two GPUs.
+_ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("json_model_override_args", "model_impl", "is_embedding", "trust_remote_code"),
+    "disagg": ("encoder_only", "language_only", "language_model_only"),
+    "mm": ("enable_multimodal", "mm_process_config", "image_processor_backend", "disable_fast_image_processor"),
+    "exec": ("dllm_algorithm", "dllm_algorithm_config", "enable_mis", "rl_on_policy_target"),
+}
+#: Arguments under which nobody can tell from disk which weights run, and what to do instead.
+_UNTOLD_WEIGHTS: Final[Mapping[str, str]] = {
+    "modelopt_checkpoint_restore_path": "export the checkpoint and give it as --model-path",
+    "modelopt_quant": "export the quantised checkpoint and give it as --model-path",
+    "quantize_and_serve": "export the quantised checkpoint and give it as --model-path",
+    "checkpoint_engine_wait_weights_before_ready": "load the weights from --model-path",
+    "rl_quant_profile": "serve a checkpoint from --model-path",
+}
+_LOAD_FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
+    "auto": (),
+    "safetensors": (".safetensors",),
+    "pt": (".bin", ".pt", ".pth"),
+    "npcache": (".bin", ".pt", ".pth"),
+    "gguf": (".gguf",),
+    "bitsandbytes": (),
+    "mistral": (".safetensors",),
+    "layered": (),
+    "fastsafetensors": (".safetensors",),
+    "instanttensor": (".safetensors",),
+    "runai_streamer": (".safetensors",),
+    "sharded_state": (".safetensors",),
+}
+#: Parts of a model configuration that say where it came from, not what it computes.
+_PROVENANCE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides whether two processes' pages are interchangeable. Every field is part of the namespace."""
+
+    hash_probe: str  # hash of a fixed chain, as this process computes it
+    architecture: str  # "LlamaForCausalLM"
+    config: str  # digest of the resolved model configuration, overrides and all
+    weights: str  # digest of the weights' content
+    model_dtype: str  # "bfloat16"
+    quantization: str  # "" or the method
+    kv_scales: str  # digest of --quantization-param-path, "" without
+    arguments: str  # digest of the other arguments that change KV (_ARGUMENTS)
+    adapters: str  # "" or the digest of the adapters known at start
+    kv_dtype: str  # logical: "bfloat16", "fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2"
+    pool: str  # class of the host pool
+    page_tokens: int
+    layout: str  # order of the bytes in a page
+    device_layout: str  # how SGLang arranges heads within a token: "nhd"
+    stages: tuple[tuple[int, int], ...]  # layers [start, end) of every pipeline stage
+    cached_layers: int  # layers in this pool, of all stages' pools alike if there is one stage
+    packed_draft_layers: int  # draft layers in the same pool
+    heads: str  # heads of one shard: "kv8x128", "mla512+64=576"
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    data_parallel: int  # width of data-parallel attention; plain replicas are 1
+    draft: str  # "" without speculation
+
+    def namespace(self, tag: str) -> Namespace:
+        """The record that the server keeps."""
+        layers = ",".join(f"{start}:{end}" for start, end in self.stages)
+        if self.cached_layers != self.stages[0][1] - self.stages[0][0] or self.packed_draft_layers:
+            layers += f"#{self.cached_layers}+{self.packed_draft_layers}"
+        return Namespace(
+            engine=ENGINE,
+            hash_scheme=f"sglang-sha256 {self.hash_probe}",
+            model=self.architecture,
+            weights=(
+                f"weights={self.weights} config={self.config} dtype={self.model_dtype} "
+                f"quantization={self.quantization or 'none'} kv_scales={self.kv_scales or 'none'} args={self.arguments}"
+            ),
+            adapter=f"seed-of-chain {self.adapters}".strip(),
+            kv_dtype=self.kv_dtype,
+            page_tokens=self.page_tokens,
+            layers=layers,
+            heads=self.heads,
+            layout=f"{self.layout}/{self.device_layout}/{self.pool}",
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            context_parallel=self.context_parallel,
+            data_parallel=self.data_parallel,
+            draft=self.draft,
+            tag=tag,
+        )
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of each page this rank holds.
+
+    MHA: every rank has its own heads and layers, a page is whole with all of them. MLA: the ranks of one stage hold the
+    same bytes, one of them writes."""
+
+    shard: int
+    world: int
+    writer: bool
+
+    @staticmethod
+    def of(config: Any) -> Placement:
+        """Placement by a ``HiCacheStorageConfig``."""
+        if config.is_mla_model:
+            return Placement(shard=config.pp_rank, world=config.pp_size, writer=bool(config.is_storage_writer))
+        return Placement(
+            shard=config.pp_rank * config.tp_size + config.tp_rank, world=config.pp_size * config.tp_size, writer=True
+        )
+
+
+def collect(storage_config: Any, pool: Any) -> EngineFacts:
+    """What this process runs with.
+
+    Args:
+        storage_config: SGLang's ``HiCacheStorageConfig``.
+        pool: the host pool of the KV component.
+    Raises:
+        ConfigError: something that changes the bytes cannot be established, or is not supported yet.
+    """
+    _refuse_unsupported_shapes(storage_config)
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.runtime_context import get_parallel
+
+    arguments = _Arguments()
+    model = _model_config(arguments)
+    return EngineFacts(
+        hash_probe=_hash_probe(),
+        architecture=str((model.hf_config.architectures or ["?"])[0]),
+        config=_json_digest(_meaningful(model.hf_config.to_dict())),
+        weights=_weights(arguments),
+        model_dtype=_dtype_name(model.dtype),
+        quantization=_quantization(arguments, model),
+        kv_scales=_kv_scales(arguments),
+        arguments=_json_digest(
+            {f"{part}.{name}": arguments.get(part, name) for part, names in _ARGUMENTS.items() for name in names}
+        ),
+        adapters=_adapters(arguments),
+        kv_dtype=logical_kv_dtype(str(arguments.get("model", "kv_cache_dtype")), pool.dtype),
+        pool=type(pool).__name__,
+        page_tokens=int(pool.page_size),
+        layout=str(pool.layout),
+        device_layout=_device_layout(pool),
+        stages=_stages(storage_config, pool, int(model.num_hidden_layers)),
+        cached_layers=int(pool.target_layer_num) if storage_config.pp_size == 1 else 0,
+        packed_draft_layers=int(pool.layer_num) - int(pool.target_layer_num),
+        heads=_heads(pool),
+        tensor_parallel=int(storage_config.tp_size),
+        pipeline_parallel=int(storage_config.pp_size),
+        context_parallel=int(storage_config.attn_cp_size),
+        data_parallel=int(get_parallel().attn_dp_size) if is_dp_attention_enabled() else 1,
+        draft=_draft(arguments),
+    )
+
+
+def logical_kv_dtype(argument: str, stored: torch.dtype) -> str:
+    """What the elements of the pool mean. SGLang stores every FP8 format as ``uint8``.
+
+    Args:
+        argument: the resolved ``--kv-cache-dtype``.
+        stored: element type of the host pool.
+    Raises:
+        ConfigError: the two contradict each other, or the format cannot be told.
+    """
+    name = _dtype_name(stored)
+    plain = {"bf16": "bfloat16", "bfloat16": "bfloat16"}
+    if argument == "auto" and stored.is_floating_point:
+        return _FLOAT8.get(name, name)
+    if argument in plain and name == plain[argument]:
+        return name
+    if argument in ("fp8_e4m3", "fp8_e5m2") and stored.itemsize == 1:
+        told = _FLOAT8.get(name, argument)
+        if told.removesuffix("fnuz") == argument:
+            return told if told != argument else argument + _fp8_variant()
+    if argument == "auto":
+        raise ConfigError(
+            f"the KV pool has elements of type {name} and --kv-cache-dtype is auto, so Maru cannot tell which FP8 format they "
+            "are: name it, such as --kv-cache-dtype fp8_e4m3"
+        )
+    raise ConfigError(
+        f"--kv-cache-dtype {argument} with a pool of {name} elements is not supported: use auto, bfloat16, fp8_e4m3 or fp8_e5m2"
+    )
+
+
+_FLOAT8: Final[Mapping[str, str]] = {
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
+    "float8_e5m2fnuz": "fp8_e5m2fnuz",
+}
+
+
+def _fp8_variant() -> str:
+    """ "fnuz" on AMD GPUs whose FP8 has another exponent bias and no negative zero, else nothing."""
+    from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
+
+    return "fnuz" if _dtype_name(fp8_dtype).endswith("fnuz") else ""
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refuse_unsupported_shapes(config: Any) -> None:
+    refused = {
+        "context-parallel attention (attn_cp_size)": (config.attn_cp_size, 1, "run with --attn-cp-size 1"),
+        "decode context parallelism (dcp_size)": (config.dcp_size, 1, "run with --dcp-size 1"),
+        "pages shared between different tensor-parallel sizes (tp_lcm_size)": (
+            config.tp_lcm_size,
+            None,
+            "leave tp_lcm_size out of --hicache-storage-backend-extra-config",
+        ),
+        "split heads (should_split_heads)": (bool(config.should_split_heads), False, "leave tp_lcm_size out"),
+    }
+    for what, (value, supported, cure) in refused.items():
+        if value != supported:
+            raise ConfigError(f"{what} is {value}: Maru does not support that yet: {cure}")
+
+
+class _Arguments:
+    """Resolved server arguments. A name that this SGLang does not have is an error, not a default."""
+
+    def __init__(self) -> None:
+        from sglang.srt import runtime_context
+
+        try:
+            self.record = runtime_context.get_server_args()
+        except ValueError as error:
+            raise ConfigError(
+                "SGLang's server arguments are not known in this process, so Maru cannot tell what it runs: use the backend "
+                "inside a SGLang server"
+            ) from error
+        self._bag = runtime_context.get_context().config_bag
+
+    def get(self, part: str, name: str) -> Any:
+        """Argument ``name`` of runtime_context namespace ``part``."""
+        found, value = _leaf(self._bag(part), name)
+        if not found:
+            raise ConfigError(f"this SGLang has no argument {name!r} under {part!r}: Maru supports SGLang 0.5.23")
+        return value
+
+
+def _leaf(bag: Any, name: str) -> tuple[bool, Any]:
+    """Value of a leaf of a config bag or of the bags within it."""
+    if name in bag:
+        return True, getattr(bag, name)
+    for inner in object.__getattribute__(bag, "_subs").values():
+        found, value = _leaf(inner, name)
+        if found:
+            return True, value
+    return False, None
+
+
+def _model_config(arguments: _Arguments) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        return ModelConfig.from_server_args(arguments.record)
+    except Exception as error:
+        raise ConfigError(
+            f"the model's configuration cannot be read ({error}): give --model-path a local directory"
+        ) from error
+
+
+def _hash_probe() -> str:
+    """How this process hashes pages, as the hash of a fixed chain of two pages with an adapter and a salt.
+
+    Raises:
+        ConfigError: adapter or salt do not change the hash, so requests that must be apart would share.
+    """
+    from array import array
+
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    def last(extra_key: str | None, cache_salt: str | None, is_bigram: bool = False) -> str:
+        tokens = array("q", [1, 2, 3, 2**40 + 7, 5])
+        key = RadixKey(tokens, extra_key=extra_key, is_bigram=is_bigram, cache_salt=cache_salt)
+        return str(get_storage_hash_str(key.page_aligned(2), None, page_size=2)[-1])
+
+    plain, adapter, salted, both = last(None, None), last("a", None), last(None, "a"), last("a", "a")
+    if len({plain, adapter, salted, both}) != 4:
+        raise ConfigError(
+            "this SGLang does not put LoRA adapter and cache salt into its page hashes, so Maru cannot keep requests apart: "
+            "use SGLang 0.5.23"
+        )
+    return _text_digest("".join((plain, adapter, salted, both, last("a", "a", is_bigram=True))))[:16]
+
+
+def _weights(arguments: _Arguments) -> str:
+    for name, cure in _UNTOLD_WEIGHTS.items():
+        if (value := arguments.get("model", name)) not in (None, False, ""):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value!r}: Maru cannot tell which weights run then, and other weights would share "
+                f"their KV: {cure}"
+            )
+    if (mode := arguments.get("model", "weight_cache_mode")) != "off":
+        raise ConfigError(f"--weight-cache-mode is {mode}: Maru cannot tell which weights the cache holds: use off")
+    if experts := arguments.get("exec", "kt_weight_path"):
+        raise ConfigError(f"--kt-weight-path is {experts}: Maru cannot tell those weights apart: leave it out")
+    load_format = str(arguments.get("model", "load_format"))
+    if load_format == "dummy":
+        return _dummy_weights(arguments)
+    return _weights_at(
+        str(arguments.get("model", "model_path")),
+        arguments.get("model", "revision"),
+        arguments.get("model", "download_dir"),
+        load_format,
+        bool(arguments.get("model", "trust_remote_code")),
+    )
+
+
+def _weights_at(path: str, revision: str | None, cache: str | None, load_format: str, code: bool) -> str:
+    if load_format not in _LOAD_FORMATS:
+        raise ConfigError(
+            f"--load-format is {load_format}: Maru cannot tell which weights run then: use one of {', '.join(_LOAD_FORMATS)}"
+        )
+    return weights_digest(locate_model(path, revision, cache), suffixes=_LOAD_FORMATS[load_format], code=code)[:32]
+
+
+def _dummy_weights(arguments: _Arguments) -> str:
+    """Dummy weights are pseudo-random numbers of a fixed seed (``initialize_dummy_weights``) on one kind of device and
+    one torch; weights that the loader leaves alone may depend on ``--random-seed``. With all of it equal they are equal."""
+    seed = arguments.record.random_seed
+    return f"dummy/{_text_digest(f'{seed} {torch.__version__} {_device_name(arguments)}')[:16]}"
+
+
+def _device_name(arguments: _Arguments) -> str:
+    device = str(arguments.get("device", "device"))
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+
+
+def _quantization(arguments: _Arguments, model: Any) -> str:
+    told = arguments.get("model", "quantization"), getattr(model, "quantization", None)
+    return "+".join(dict.fromkeys(str(method) for method in told if method))
+
+
+def _kv_scales(arguments: _Arguments) -> str:
+    path = arguments.get("model", "quantization_param_path")
+    return file_digest(str(path))[:32] if path else ""
+
+
+def _adapters(arguments: _Arguments) -> str:
+    """Adapters that are known at start: their ids say name and path, this says content."""
+    if not arguments.get("lora", "enable_lora"):
+        return ""
+    known = []
+    for ref in arguments.get("lora", "lora_paths") or []:
+        name, path = getattr(ref, "lora_name", None), getattr(ref, "lora_path", None)
+        if not name or not path:
+            raise ConfigError(f"--lora-paths has an entry {ref!r} without name or path: give name=path")
+        known.append((str(name), weights_digest(locate_model(str(path), None, None))))
+    settings = {
+        name: arguments.get("lora", name) for name in ("max_lora_rank", "lora_target_modules", "lora_strict_loading")
+    }
+    return f"lora={_json_digest({'adapters': sorted(known), 'settings': settings})}"
+
+
+def _draft(arguments: _Arguments) -> str:
+    algorithm = arguments.get("spec", "speculative_algorithm")
+    if not algorithm:
+        return ""
+    path = arguments.get("spec", "speculative_draft_model_path")
+    names = (
+        "speculative_draft_model_quantization",
+        "speculative_draft_kv_cache_dtype",
+        "speculative_draft_window_size",
+        "speculative_draft_sink_size",
+        "enable_multi_layer_eagle",
+    )
+    facts = {name: arguments.get("spec", name) for name in names}
+    for name in ("speculative_draft_model_path", "uno_lora_path"):
+        if value := arguments.get("spec", name):
+            load_format = arguments.get("spec", "speculative_draft_load_format") or arguments.get(
+                "model", "load_format"
+            )
+            revision = arguments.get("spec", "speculative_draft_model_revision") if value == path else None
+            if load_format == "dummy":
+                facts[name] = _dummy_weights(arguments)
+            else:
+                facts[name] = _weights_at(str(value), revision, None, str(load_format), code=False)
+    return f"{algorithm} {_json_digest(facts)}"
+
+
+def _device_layout(pool: Any) -> str:
+    infos = getattr(pool, "_buffer_infos", None)
+    return str(infos[0].buffers.layout.value) if infos else "rows"
+
+
+def _heads(pool: Any) -> str:
+    if hasattr(pool, "kv_lora_rank"):
+        packed = "p" if getattr(pool, "dsa_kv_cache_store_fp8", False) else ""
+        return f"mla{pool.kv_lora_rank}+{pool.qk_rope_head_dim}={pool.kv_cache_dim}{packed}"
+    if pool.head_dim != pool.v_head_dim:
+        return f"kv{pool.head_num}x{pool.head_dim}/{pool.v_head_dim}"
+    return f"kv{pool.head_num}x{pool.head_dim}"
+
+
+def _stages(config: Any, pool: Any, model_layers: int) -> tuple[tuple[int, int], ...]:
+    """Layers of every pipeline stage, the same on all ranks; this rank's own come from its pool."""
+    own = int(pool.start_layer), int(pool.end_layer)
+    if config.pp_size == 1:
+        return (own,)
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    stages = tuple(get_pp_indices(model_layers, rank, config.pp_size) for rank in range(config.pp_size))
+    if stages[config.pp_rank] != own or pool.target_layer_num != own[1] - own[0]:
+        raise ConfigError(
+            f"pipeline stage {config.pp_rank} caches layers {own[0]}:{own[1]} ({pool.target_layer_num} of them), where SGLang's own "
+            f"division of {model_layers} layers over {config.pp_size} stages gives {stages[config.pp_rank]}: this model's stages are "
+            "not supported, use --pp-size 1"
+        )
+    return stages
+
+
+def _meaningful(value: Any) -> Any:
+    """A configuration without what only says where it came from."""
+    if isinstance(value, Mapping):
+        kept = {str(key): _meaningful(item) for key, item in value.items() if key not in _PROVENANCE}
+        if isinstance(auto_map := kept.get("auto_map"), dict):
+            kept["auto_map"] = {key: _without_repository(item) for key, item in auto_map.items()}
+        return kept
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_meaningful(item) for item in value]
+    return value
+
+
+def _without_repository(reference: Any) -> Any:
+    """``org/name--module.Class`` is ``module.Class`` when the same files lie in a local directory."""
+    return reference.rpartition("--")[2] if isinstance(reference, str) else reference
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return _dtype_name(value)
+    if isinstance(value, set | frozenset):
+        return sorted(str(item) for item in value)
+    if hasattr(value, "to_dict"):
+        return _meaningful(value.to_dict())
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.asdict(value)
+    raise ConfigError(
+        f"the model's configuration has a {type(value).__name__}, which Maru cannot compare between processes"
+    )
+
+
+def _json_digest(value: Any) -> str:
+    """32 hex digits of the SHA-256 of canonical JSON."""
+    return _text_digest(json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain))[:32]
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
