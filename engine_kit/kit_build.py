@@ -26,7 +26,10 @@ from setuptools.build_meta import (  # noqa: F401  the hooks of PEP 517 and PEP 
 
 PTH_NAME = "maru_engine_kit_hooks.pth"
 # `try`: an interpreter whose kit is half removed must still start.
-PTH_TEXT = "import sys; exec('try:\\n import maru_engine_kit.imports as _kit\\n _kit.install()\\nexcept ImportError:\\n pass')\n"
+PTH_TEXT = (
+    "import sys; "
+    "exec('try:\\n import maru_engine_kit.imports as _kit\\n _kit.install()\\nexcept ImportError:\\n pass')\n"
+)
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:

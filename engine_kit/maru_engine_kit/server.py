@@ -237,10 +237,8 @@ class EngineServer:
         """Ask the server to end, then end what is left of its process group."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(limit_s)
