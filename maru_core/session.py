@@ -1,0 +1,719 @@
+"""The client's side of the conversation with the metadata server.
+
+A :class:`Session` registers this process with the server, keeps it registered with heartbeats, and carries requests.
+What it promises:
+
+- **Every call is bounded in time**, whatever the server does. After the time limit the outcome is unknown, and the call
+  raises :class:`ServerUnavailableError`. From then on calls fail at once, while a background thread (the keeper) asks
+  for the server; when it answers, calls go through again.
+- **A reply is only ever taken for its own request.** A socket carries one request at a time, replies repeat the
+  request's ``rid``, and a socket whose reply did not come in time is never used again.
+- **Lives do not mix.** The server's restart (or its forgetting this client) starts a new life with a higher
+  :attr:`Session.epoch`. Namespace numbers and slots belong to a life: callers hand in the ``epoch`` that theirs came from, and
+  get :class:`SessionLostError` instead of an answer about something else.
+- **What timed out is settled later.** Slots of a reserve whose reply came too late are given back, and a commit or release
+  that found no answer is repeated by the keeper as long as the life lasts, so that no slot stays reserved for nobody.
+
+Calls may come from any number of threads: each takes a socket out of a free list and talks on it directly, with no other
+thread between it and the server. It does not know what the bytes in a slot mean, and repeats no call for its caller.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+import zmq
+
+from maru_core import protocol
+from maru_core.errors import (
+    ClosedError,
+    ConfigError,
+    MaruError,
+    ServerError,
+    ServerUnavailableError,
+    SessionLostError,
+    VersionMismatchError,
+)
+from maru_core.process import ProcessIdentity
+from maru_core.protocol import (
+    HASH_BYTES,
+    MAX_BATCH,
+    PROTOCOL_VERSION,
+    Clear,
+    Commit,
+    Committed,
+    Delete,
+    Done,
+    Error,
+    ErrorCode,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Located,
+    Match,
+    NamespaceOpened,
+    OpenNamespace,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    ReserveStatus,
+    Stats,
+    StatsReply,
+    Touch,
+    Welcome,
+)
+
+log = logging.getLogger("maru.session")
+
+R = TypeVar("R")
+_Socket = zmq.Socket[bytes]
+
+#: Pause between two attempts to find a server that is away, seconds: doubles from the first to the second.
+PROBE_MIN_S: Final = 0.05
+PROBE_MAX_S: Final = 1.0
+#: How long the keeper waits for one answer. Longer than a call may: it delays nobody, and a request that waits in the socket
+#: reaches a server the moment it is back.
+PROBE_WAIT_S: Final = 1.0
+#: How long touches gather before they are sent in one message, seconds; and how many calls of touch() may wait.
+TOUCH_GATHER_S: Final = 0.05
+TOUCH_BACKLOG: Final = 256
+#: Requests without an answer that the keeper still settles; sockets kept for later calls.
+UNSETTLED_MAX: Final = 256
+LATE_LOOK_S: Final = 0.1
+IDLE_SOCKETS_MAX: Final = 64
+#: How long the farewell may stay in the socket of a closed session, milliseconds.
+GOODBYE_LINGER_MS: Final = 200
+
+
+class _Life(NamedTuple):
+    """One registration with one run of the server. Replaced as a whole."""
+
+    epoch: int
+    session: int
+    incarnation: int
+    welcome: Welcome
+
+
+class _Late(NamedTuple):
+    """A reserve that was not answered in time, on the socket where the answer may still come."""
+
+    socket: _Socket
+    life: _Life
+
+
+class _NoAnswerError(Exception):
+    """The time limit passed. ``garbage`` says what came instead of an answer."""
+
+    def __init__(self, garbage: int = 0) -> None:
+        super().__init__()
+        self.garbage = garbage
+
+
+class Session:
+    """See the module. Connects at the first call; :meth:`close` ends it (also done at interpreter exit).
+
+    Every call raises :class:`ServerUnavailableError` (no answer in time, or the server is known to be away),
+    :class:`SessionLostError`, :class:`ServerError` (the server refused), :class:`VersionMismatchError`, or
+    :class:`ClosedError` (closed, or in a forked child).
+    """
+
+    def __init__(self, endpoint: str, *, name: str, timeout_s: float = 0.5) -> None:
+        """
+        Args:
+            endpoint: ``ipc:///path`` or ``tcp://host:port``.
+            name: what people see in the server's list of sessions.
+            timeout_s: time limit of one call, seconds.
+        Raises:
+            ConfigError: the endpoint or the time limit cannot be used.
+        """
+        if not endpoint.startswith(("ipc://", "tcp://")):
+            raise ConfigError(f"server is {endpoint!r}: give ipc:///path/to/socket or tcp://host:port")
+        if not 0.001 <= timeout_s <= 60:
+            raise ConfigError(f"the time limit of a call is {timeout_s} s: give 0.001 to 60 seconds")
+        self.endpoint = endpoint
+        self.name = name
+        self.timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._client_id = secrets.token_bytes(16)
+        self._rids = itertools.count(1)
+        self._context: zmq.Context[_Socket] = zmq.Context()
+        self._sockets: set[_Socket] = set()  # every open one; its add and discard are atomic
+        self._free: collections.deque[_Socket] = collections.deque()
+        self._closed = False
+        self._life: _Life | None = None
+        self._away: MaruError | None = None  # why calls fail at once
+        self._hello_lock = threading.Lock()
+        self._term_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._touches: collections.deque[tuple[int, int, bytes]] = collections.deque(maxlen=TOUCH_BACKLOG)
+        self._late: collections.deque[_Late] = collections.deque()
+        self._unsettled: collections.deque[tuple[_Life, Commit | Release]] = collections.deque(maxlen=UNSETTLED_MAX)
+        self._keeper: threading.Thread | None = None
+        try:
+            # An endpoint that can never work is seen here and not as a server that is away.
+            self._free.append(self._open_socket())
+        except zmq.ZMQError as error:
+            self._context.term()
+            raise ConfigError(
+                f"server is {endpoint!r} ({error.strerror}): give ipc:///path/to/socket or tcp://host:port"
+            ) from error
+        _open_sessions.add(self)
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the server said of itself in the present life; None before the first."""
+        life = self._life
+        return life.welcome if life is not None else None
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present life, 0 before the first."""
+        life = self._life
+        return life.epoch if life is not None else 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server answered when it was last asked."""
+        return self._life is not None and self._away is None and not self._closed
+
+    # ------------------------------------------------------------ calls
+
+    def connect(self) -> Welcome:
+        """Say Hello if that has not been done, and return the server's welcome."""
+        return self._current(None).welcome
+
+    def open_namespace(self, record: bytes, *, epoch: int | None = None) -> int:
+        """The number that stands for a namespace record in this life."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        return self._ask(life, rid, OpenNamespace(rid, life.session, record), NamespaceOpened).namespace
+
+    def match(
+        self,
+        namespace: int,
+        components: list[str],
+        shard: int,
+        hashes: bytes,
+        sparse: bool = False,
+        *,
+        epoch: int | None = None,
+    ) -> Located:
+        """Where the present prefix of ``hashes`` lies; see :class:`maru_core.protocol.Match`."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        reply = self._ask(life, rid, Match(rid, life.session, namespace, components, shard, hashes, sparse), Located)
+        count = (len(hashes) // HASH_BYTES if sparse else reply.pages) * len(components)
+        if (
+            not 0 <= reply.pages <= len(hashes) // HASH_BYTES
+            or len(reply.slots) != 4 * count
+            or not len(reply.offsets)
+            == len(reply.generations)
+            == len(reply.lengths)
+            == len(reply.checksums)
+            == 8 * count
+        ):
+            raise self._contradiction("match")
+        return reply
+
+    def reserve(
+        self,
+        namespace: int,
+        component: str,
+        shard: int,
+        world: int,
+        parent: bytes,
+        hashes: bytes,
+        nbytes: int,
+        *,
+        epoch: int | None = None,
+    ) -> Reserved:
+        """Reserve a slot for each hash; see :class:`maru_core.protocol.Reserve`."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        request = Reserve(rid, life.session, namespace, component, shard, world, parent, hashes, nbytes)
+        reply = self._ask(life, rid, request, Reserved)
+        count = len(hashes) // HASH_BYTES
+        if (
+            len(reply.status) != count
+            or len(reply.slots) != 4 * count
+            or not len(reply.offsets) == len(reply.generations) == 8 * count
+        ):
+            raise self._contradiction("reserve")
+        return reply
+
+    def commit(
+        self, slots: bytes, generations: bytes, checksums: bytes = b"", *, epoch: int | None = None
+    ) -> Committed:
+        """Publish reserved slots; see :class:`maru_core.protocol.Commit`. May be repeated."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        reply = self._ask(life, rid, Commit(rid, life.session, slots, generations, checksums), Committed)
+        if len(reply.status) * 4 != len(slots):
+            raise self._contradiction("commit")
+        return reply
+
+    def release(self, slots: bytes, generations: bytes, *, epoch: int | None = None) -> int:
+        """Give reserved slots back; how many there were."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        return self._ask(life, rid, Release(rid, life.session, slots, generations), Done).count
+
+    def delete(self, namespace: int, hashes: bytes, *, epoch: int | None = None) -> int:
+        """Remove pages and what continues them; how many objects went."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        return self._ask(life, rid, Delete(rid, life.session, namespace, hashes), Done).count
+
+    def clear(self, namespace: int | None = None, *, epoch: int | None = None) -> int:
+        """Remove every page of one namespace, or of all; how many objects went."""
+        life = self._current(epoch)
+        rid = next(self._rids)
+        return self._ask(life, rid, Clear(rid, life.session, namespace), Done).count
+
+    def stats(self) -> dict[str, float | int | str]:
+        """The server's figures."""
+        life = self._current(None)
+        rid = next(self._rids)
+        return self._ask(life, rid, Stats(rid, life.session), StatsReply).stats
+
+    def touch(self, namespace: int, hashes: bytes, *, epoch: int | None = None) -> None:
+        """Note that pages were used. Queued and sent in batches by the keeper: never blocks, never raises, may be lost."""
+        life = self._life
+        if life is None or self._closed or self._pid != os.getpid() or (epoch is not None and epoch != life.epoch):
+            return
+        first = not self._touches
+        self._touches.append((life.epoch, namespace, hashes))
+        if first:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Say Goodbye and end: reservations return at once. Bounded; calls under way end within their own time limit."""
+        _open_sessions.discard(self)
+        if self._pid != os.getpid() or self._closed:
+            # Sockets, context and thread are the parent's: a forked child must not touch them.
+            self._closed = True
+            return
+        self._closed = True
+        self._wake.set()
+        keeper = self._keeper
+        if keeper is not None and keeper is not threading.current_thread():
+            keeper.join(self.timeout_s + PROBE_WAIT_S)
+        self._close_idle()
+        deadline = time.monotonic() + self.timeout_s
+        while self._sockets and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._end_context()
+
+    # ------------------------------------------------------------ one request, one reply
+
+    def _current(self, epoch: int | None) -> _Life:
+        """The present life, begun if there is none; fails at once where it is known that it would fail later."""
+        if self._closed or self._pid != os.getpid():
+            raise self._closed_error()
+        if self._away is not None:
+            raise self._away_error(self._away)
+        life = self._life
+        if life is None:
+            life = self._renew(None)
+        if epoch is not None and epoch != life.epoch:
+            raise self._lost_error(life)
+        return life
+
+    def _ask(self, life: _Life, rid: int, request: Request, expected: type[R]) -> R:
+        """Send a request of this life and return its reply, of the expected kind."""
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            socket = self._free.pop()
+        except IndexError:
+            socket = self._open_socket()
+        try:
+            reply = self._exchange(socket, rid, protocol.encode(request), deadline)
+        except _NoAnswerError as failure:
+            self._leave(socket, life, request)
+            raise self._unavailable(request, failure) from None
+        except BaseException:
+            self._discard(socket)
+            raise
+        self._put_back(socket)
+        if type(reply) is expected and reply.incarnation == life.incarnation:
+            return reply
+        raise self._refusal(life, request, reply, deadline)
+
+    def _exchange(self, socket: _Socket, rid: int, data: bytes, deadline: float, *, keeper: bool = False) -> Reply:
+        """One request and the reply that repeats its ``rid``; everything else that arrives is dropped.
+
+        The keeper also gives up when the session is closed.
+        """
+        garbage = 0
+        with contextlib.suppress(zmq.ZMQError):
+            socket.send(data, zmq.DONTWAIT)
+            while (left := deadline - time.monotonic()) > 0 and not (keeper and self._closed):
+                # A poll, not RCVTIMEO: a signal restarts a receive with its full time limit, and a poll with the rest.
+                wait_ms = int(left * 1000) + 1
+                if not zmq.zmq_poll([(socket, zmq.POLLIN)], min(wait_ms, 100) if keeper else wait_ms):
+                    continue
+                try:
+                    reply = protocol.decode_reply(socket.recv(zmq.DONTWAIT))
+                except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                    garbage += 1
+                    continue
+                # A server that cannot read a request at all cannot repeat its rid.
+                if reply.rid == rid or (reply.rid == 0 and type(reply) is Error):
+                    return reply
+        raise _NoAnswerError(garbage)
+
+    def _refusal(self, life: _Life, request: Request, reply: Reply, deadline: float) -> MaruError:
+        """The error for a reply that is not what was asked for. Begins a new life where the old one is over."""
+        unknown = isinstance(reply, Error) and reply.code == ErrorCode.UNKNOWN_SESSION
+        if unknown or reply.incarnation != life.incarnation:
+            return self._lost_error(self._renew(life, deadline))
+        if isinstance(reply, Error):
+            return self._said(reply)
+        return self._contradiction(type(request).__name__.lower())
+
+    def _leave(self, socket: _Socket, life: _Life, request: Request) -> None:
+        """After a call without an answer: fail at once from now on, and have the keeper settle what was asked."""
+        if type(request) is Reserve and len(self._late) < UNSETTLED_MAX:
+            self._late.append(_Late(socket, life))
+        else:
+            self._discard(socket)
+            if isinstance(request, Commit | Release):
+                self._unsettled.append((life, request))
+        self._open_breaker(ServerUnavailableError(f"the Maru server at {self.endpoint} is away"))
+
+    def _open_breaker(self, why: MaruError) -> None:
+        self._away = why
+        self._close_idle()
+        self._start_keeper()
+        self._wake.set()
+
+    # ------------------------------------------------------------ lives
+
+    def _renew(self, stale: _Life | None, deadline: float | None = None, *, keeper: bool = False) -> _Life:
+        """Begin the life after ``stale`` with a Hello, unless another thread has done so."""
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout_s
+        if not self._hello_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._unavailable(None, _NoAnswerError())
+        try:
+            life = self._life
+            if life is not None and life is not stale:
+                return life
+            self._start_keeper()
+            try:
+                welcome = self._hello(deadline, keeper=keeper)
+            except (ServerError, VersionMismatchError) as error:
+                self._open_breaker(error)
+                raise
+            life = _Life(self.epoch + 1, welcome.session, welcome.incarnation, welcome)
+            self._life = life
+            self._close_idle()  # what was connected to the old life may still be on its way back
+            return life
+        finally:
+            self._hello_lock.release()
+
+    def _hello(self, deadline: float, *, keeper: bool) -> Welcome:
+        rid = next(self._rids)
+        me = ProcessIdentity.current()
+        hello = Hello(
+            PROTOCOL_VERSION,
+            rid,
+            self._client_id,
+            self.name,
+            me.host,
+            me.pid,
+            me.pid_start,
+            me.pid_ns,
+            me.boot_id,
+        )
+        socket = self._open_socket()
+        try:
+            reply = self._exchange(socket, rid, protocol.encode(hello), deadline, keeper=keeper)
+        except _NoAnswerError as failure:
+            error = self._unavailable(hello, failure)
+            if not keeper:
+                self._open_breaker(error)
+            raise error from None
+        finally:
+            self._discard(socket)
+        if isinstance(reply, Error):
+            raise self._said(reply)
+        if not isinstance(reply, Welcome):
+            raise self._contradiction("hello")
+        if reply.protocol != PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"the Maru server at {self.endpoint} speaks protocol {reply.protocol} and this client {PROTOCOL_VERSION}: "
+                "install the same release of Maru on both sides"
+            )
+        return reply
+
+    # ------------------------------------------------------------ the keeper
+
+    def _start_keeper(self) -> None:
+        if self._keeper is not None:
+            return
+        with self._term_lock:
+            if self._keeper is None and not self._closed:
+                self._keeper = threading.Thread(target=self._keep, name="maru-session", daemon=True)
+                self._keeper.start()
+
+    def _keep(self) -> None:
+        """Heartbeats, probes while the server is away, touches, settling. Ends with the Goodbye."""
+        socket: _Socket | None = None
+        due = time.monotonic() + PROBE_MAX_S  # of the next heartbeat or probe
+        pause = PROBE_MIN_S
+        looked = False  # whether the present absence has been probed
+        while not self._closed:
+            wait = due - time.monotonic()
+            self._wake.wait(max(0.0, min(wait, LATE_LOOK_S) if self._late else wait))
+            self._wake.clear()
+            if self._touches and not self._closed:
+                self._wake.wait(TOUCH_GATHER_S)
+            if self._closed:
+                break
+            if time.monotonic() >= due or (self._away is not None and not looked):
+                socket = self._probe(socket)
+                if socket is not None:
+                    looked, pause = False, PROBE_MIN_S
+                    life = self._life
+                    due = time.monotonic() + (life.welcome.heartbeat_s if life is not None else PROBE_MAX_S)
+                else:
+                    looked, due = True, time.monotonic() + pause
+                    pause = min(pause * 2, PROBE_MAX_S)
+            try:
+                if socket is None and self._away is None:
+                    socket = self._open_socket()
+                if socket is not None and self._away is None:
+                    self._send_touches(socket)
+                    socket = self._settle(socket)
+                self._read_late()
+            except Exception:
+                # Whatever it was, heartbeats must go on.
+                log.exception("%s: a note to the server at %s was lost", self.name, self.endpoint)
+        self._farewell(socket)
+
+    def _probe(self, socket: _Socket | None) -> _Socket | None:
+        """Ask the server for a sign of life, and begin a new life where it does not know this one.
+
+        Returns the socket to go on with, or None if no good answer came: then calls fail at once, for the reason given.
+        """
+        deadline = time.monotonic() + max(PROBE_WAIT_S, self.timeout_s)
+        life = self._life
+        try:
+            if socket is None:
+                socket = self._open_socket()
+            if life is None:
+                self._renew(None, deadline, keeper=True)
+            else:
+                rid = next(self._rids)
+                reply = self._exchange(
+                    socket, rid, protocol.encode(Heartbeat(rid, life.session)), deadline, keeper=True
+                )
+                if type(reply) is not Done or reply.incarnation != life.incarnation:
+                    error = self._refusal(life, Heartbeat(rid, life.session), reply, deadline)
+                    if not isinstance(error, SessionLostError):
+                        raise error
+                    log.info("%s: the server at %s began a new life", self.name, self.endpoint)
+            self._away = None
+            return socket
+        except _NoAnswerError as failure:
+            error = self._unavailable(None, failure)
+        except MaruError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("%s: the server at %s could not be asked", self.name, self.endpoint)
+            error = ServerUnavailableError(f"the Maru server at {self.endpoint} could not be asked: {failure}")
+        if self._away is None:
+            log.warning("%s: %s", self.name, error)
+        self._away = error
+        self._close_idle()
+        if socket is not None:
+            self._discard(socket)
+        return None
+
+    def _send_touches(self, socket: _Socket) -> None:
+        life = self._life
+        gathered: dict[int, list[bytes]] = {}
+        while self._touches:
+            epoch, namespace, hashes = self._touches.popleft()
+            if life is not None and epoch == life.epoch:
+                gathered.setdefault(namespace, []).append(hashes)
+        if life is None:
+            return
+        for namespace, parts in gathered.items():
+            joined = b"".join(parts)
+            step = MAX_BATCH * HASH_BYTES
+            for start in range(0, len(joined), step):
+                with contextlib.suppress(zmq.ZMQError):
+                    message = Touch(life.session, namespace, joined[start : start + step])
+                    socket.send(protocol.encode(message), zmq.DONTWAIT)
+
+    def _settle(self, socket: _Socket) -> _Socket | None:
+        """Repeat commits and releases that found no answer. Both are idempotent; what the caller was told stays "unknown"."""
+        while self._unsettled and not self._closed:
+            life, request = self._unsettled[0]
+            if life is self._life:
+                rid = next(self._rids)
+                again = msgspec.structs.replace(request, rid=rid)
+                try:
+                    self._exchange(socket, rid, protocol.encode(again), time.monotonic() + PROBE_WAIT_S, keeper=True)
+                except _NoAnswerError:
+                    self._discard(socket)
+                    return None
+            self._unsettled.popleft()
+        return socket
+
+    def _read_late(self) -> None:
+        """Give back the slots of reserves whose reply came after their call had ended."""
+        for _ in range(len(self._late)):
+            late = self._late.popleft()
+            if late.life is not self._life:
+                self._discard(late.socket)
+                continue
+            if not late.socket.poll(0):
+                self._late.append(late)
+                continue
+            with contextlib.suppress(zmq.ZMQError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                reply = protocol.decode_reply(late.socket.recv(zmq.DONTWAIT))
+                if type(reply) is Reserved and reply.incarnation == late.life.incarnation:
+                    kept = [i for i, status in enumerate(reply.status) if status == ReserveStatus.RESERVED]
+                    slots = b"".join(reply.slots[4 * i : 4 * i + 4] for i in kept)
+                    generations = b"".join(reply.generations[8 * i : 8 * i + 8] for i in kept)
+                    if kept:
+                        self._unsettled.append((late.life, Release(0, late.life.session, slots, generations)))
+                        self._wake.set()
+            self._discard(late.socket)
+
+    def _farewell(self, socket: _Socket | None) -> None:
+        life = self._life
+        if socket is None and life is not None and self._away is None:
+            socket = self._open_socket()
+        if socket is not None:
+            if life is not None and self._away is None:
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.linger = GOODBYE_LINGER_MS
+                    socket.send(protocol.encode(Goodbye(life.session)), zmq.DONTWAIT)
+            self._sockets.discard(socket)
+            socket.close()
+        while self._late:
+            self._discard(self._late.popleft().socket)
+
+    # ------------------------------------------------------------ sockets
+
+    def _open_socket(self) -> _Socket:
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            if self._closed:
+                raise self._closed_error() from None
+            raise ServerUnavailableError(
+                f"no socket to the Maru server ({error.strerror}): raise the limit of open files (ulimit -n)"
+            ) from error
+        self._sockets.add(socket)
+        try:
+            socket.linger = 0
+            socket.reconnect_ivl = 50
+            socket.maxmsgsize = protocol.MAX_MESSAGE_BYTES
+            socket.tcp_keepalive = 1
+            socket.ipv6 = "[" in self.endpoint
+            socket.connect(self.endpoint)
+        except BaseException:
+            self._discard(socket)
+            raise
+        return socket
+
+    def _put_back(self, socket: _Socket) -> None:
+        if len(self._free) < IDLE_SOCKETS_MAX:
+            self._free.append(socket)
+            if self._closed:
+                self._close_idle()
+        else:
+            self._discard(socket)
+
+    def _discard(self, socket: _Socket) -> None:
+        socket.close(0)
+        self._sockets.discard(socket)
+        if self._closed and not self._sockets:
+            self._end_context()
+
+    def _close_idle(self) -> None:
+        while True:
+            try:
+                socket = self._free.pop()
+            except IndexError:
+                return
+            self._discard(socket)
+
+    def _end_context(self) -> None:
+        """End the context when the last socket is closed: with one open it would wait for ever."""
+        with self._term_lock:
+            if not self._sockets and not self._context.closed:
+                self._context.term()
+
+    # ------------------------------------------------------------ errors
+
+    def _closed_error(self) -> ClosedError:
+        if self._pid != os.getpid():
+            return ClosedError(
+                f"the session {self.name!r} belongs to process {self._pid} and not to its forked child {os.getpid()}: "
+                "open one in the child"
+            )
+        return ClosedError(f"the session {self.name!r} was closed: open another")
+
+    def _away_error(self, why: MaruError) -> MaruError:
+        if isinstance(why, ServerError):
+            return ServerError(str(why), why.code)
+        return type(why)(str(why))
+
+    def _unavailable(self, request: Request | None, failure: _NoAnswerError) -> MaruError:
+        if self._closed:
+            return self._closed_error()
+        what = f" to {type(request).__name__}" if request is not None else ""
+        garbage = f" ({failure.garbage} replies could not be read: is that a Maru server?)" if failure.garbage else ""
+        return ServerUnavailableError(
+            f"no answer{what} from the Maru server at {self.endpoint} within {self.timeout_s:g} s{garbage}: "
+            "see that maru-server runs and is reached there"
+        )
+
+    def _lost_error(self, life: _Life) -> SessionLostError:
+        return SessionLostError(
+            f"the Maru server at {self.endpoint} began a new life with this client (epoch {life.epoch}): "
+            "open the namespace again; slots of the old life are lost"
+        )
+
+    def _said(self, reply: Error) -> MaruError:
+        if reply.code == ErrorCode.VERSION:
+            return VersionMismatchError(f"the Maru server at {self.endpoint}: {reply.message}")
+        return ServerError(f"the Maru server at {self.endpoint}: {reply.message}", reply.code)
+
+    def _contradiction(self, what: str) -> ServerError:
+        return ServerError(
+            f"the Maru server at {self.endpoint} answered {what} with what cannot be its answer: "
+            "use the same release of Maru on both sides",
+            ErrorCode.INTERNAL,
+        )
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Say Goodbye for sessions that nobody closed, while threads and sockets still work."""
+    for session in list(_open_sessions):
+        session.close()

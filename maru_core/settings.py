@@ -1,0 +1,100 @@
+"""The one place that reads Maru's environment variables.
+
+===================  ==========================================================================================
+variable             meaning
+===================  ==========================================================================================
+``MARU_SERVER``      metadata server to use: ``ipc:///path`` or ``tcp://host:port``; unset: the embedded server
+``MARU_POOL``        URI under which this host reaches the pool, where it is not the one that the server names
+``MARU_RUNTIME_DIR`` directory for the embedded server's socket, lock and log; unset: ``/tmp/maru-UID``
+``MARU_POOL_SIZE``   size of the embedded server's pool (``8G``); unset: a sensible part of the free memory
+``MARU_IDLE_EXIT_S`` seconds after its last client at which the embedded server ends
+``MARU_LOG_LEVEL``   level of Maru's own log lines: debug, info, warning or error
+===================  ==========================================================================================
+
+An engine's own configuration comes before these; a set variable that cannot be used is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from maru_core.errors import ConfigError
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+DEFAULT_IDLE_EXIT_S: Final = 60.0
+
+_PREFIX: Final = "MARU_"
+_KNOWN: Final = ("MARU_SERVER", "MARU_POOL", "MARU_RUNTIME_DIR", "MARU_POOL_SIZE", "MARU_IDLE_EXIT_S", "MARU_LOG_LEVEL")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says. ``unknown`` names ``MARU_`` variables that mean nothing: whoever starts up logs them."""
+
+    server: str | None
+    pool: str | None
+    runtime_dir: Path
+    pool_size: str | None
+    idle_exit_s: float
+    log_level: str
+    unknown: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the variables; an empty one counts as unset.
+
+        Raises:
+            ConfigError: a variable has a value that cannot be used. The message names variable, value and cure.
+        """
+        source = os.environ if environ is None else environ
+        values = {key: source[key] for key in _KNOWN if source.get(key)}
+        return cls(
+            server=_endpoint(values.get("MARU_SERVER")),
+            pool=values.get("MARU_POOL"),
+            runtime_dir=_runtime_dir(values.get("MARU_RUNTIME_DIR")),
+            pool_size=values.get("MARU_POOL_SIZE"),
+            idle_exit_s=_seconds("MARU_IDLE_EXIT_S", values.get("MARU_IDLE_EXIT_S"), DEFAULT_IDLE_EXIT_S),
+            log_level=_log_level(values.get("MARU_LOG_LEVEL")),
+            unknown=tuple(sorted(key for key in source if key.startswith(_PREFIX) and key not in _KNOWN)),
+        )
+
+
+def _endpoint(text: str | None) -> str | None:
+    if text is not None and not text.startswith(("ipc://", "tcp://")):
+        raise ConfigError(f"MARU_SERVER is {text!r}: give ipc:///path/to/socket or tcp://host:port, or unset it")
+    return text
+
+
+def _runtime_dir(text: str | None) -> Path:
+    if text is None:
+        # The same for every process of this user, however it was started (a login's XDG_RUNTIME_DIR is not), or
+        # they would not find each other.
+        return Path(f"/tmp/maru-{os.getuid()}")
+    path = Path(text)
+    if not path.is_absolute():
+        raise ConfigError(f"MARU_RUNTIME_DIR is {text!r}: give an absolute path, so that all processes mean the same")
+    return path
+
+
+def _seconds(name: str, text: str | None, default: float) -> float:
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 86_400:
+        raise ConfigError(f"{name} is {text!r}: give seconds above 0 and up to 86400 (default {default:g})")
+    return value
+
+
+def _log_level(text: str | None) -> str:
+    if text is None:
+        return "info"
+    if text.lower() not in LOG_LEVELS:
+        raise ConfigError(f"MARU_LOG_LEVEL is {text!r}: give one of {', '.join(LOG_LEVELS)}")
+    return text.lower()
