@@ -9,7 +9,7 @@ changed. The parts:
 ``transfer``   the ``transfer_kv_*`` operations in plain torch
 ``plugin``     entry point ``sglang.srt.plugins``: puts the rest in place inside SGLang
 ``models``     tiny models, made on the spot from a seed
-``prepare``    compiles SGLang's page-hash extension ahead of a server
+``prepare``    SGLang's page hash: compiled ahead of a server, or in Python
 ``server``     starts, asks, watches and stops a real SGLang server (standard library only)
 =============  ==========================================================================================
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maru_engine_kit.models import SIZES, make_llama
-from maru_engine_kit.prepare import compile_page_hash
+from maru_engine_kit.prepare import prepare_page_hash
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.command == "make-llama":
             print(make_llama(chosen.folder, size=chosen.size, seed=chosen.seed))
         else:
-            print(f"page-hash extension ready ({compile_page_hash()[:12]}…)")
+            print(prepare_page_hash())
     except (RuntimeError, OSError) as error:
         parser.exit(1, f"maru-engine-kit: {error}\n")
 

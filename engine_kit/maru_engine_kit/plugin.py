@@ -2,7 +2,8 @@
 
 - the ``transfer_kv_*`` operations, which SGLang imports only for CUDA, HIP and XPU;
 - host pools without pinned memory, which needs a CUDA runtime;
-- ``torch.cpu.Stream.synchronize``, which torch does not have.
+- ``torch.cpu.Stream.synchronize``, which torch does not have;
+- page hashes in Python where SGLang's extension cannot be compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maru_engine_kit.imports import has_accelerator
+from maru_engine_kit.prepare import add_environment_to_path, page_hash_module
 from maru_engine_kit.transfer import OPERATIONS
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,10 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinning, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module", page_hash_module, HookType.AROUND
+    )
+    add_environment_to_path()
     provide_transfers()
     provide_stream_synchronize()
 

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The light environment `.venv`: Maru with its development tools, no torch, no engine. Repeatable; seconds if done.
+. "$(dirname "$0")/common.sh"
+
+VENV="${MARU_VENV:-$ROOT/.venv}"
+lock_environment "$VENV"
+STAMP="$(hash_of pyproject.toml tools/dev_env.sh tools/common.sh $(cd "$ROOT" && ls maru_core/*.c))"
+if up_to_date "$VENV" "$STAMP"; then
+  exit 0
+fi
+say "building $VENV"
+new_environment "$VENV" "$(find_python)"
+"$VENV/bin/python" -m pip install -q --disable-pip-version-check 'setuptools>=77' wheel
+(cd "$ROOT" && "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]')
+echo "$STAMP" >"$VENV/.maru-stamp"

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The environment with the real, unmodified SGLang: `.venv-sglang`, or MARU_SGLANG_ENV. About 4 minutes and 2.2 GB the
+# first time, seconds afterwards. Prints the Python to use as its last line of output.
+#
+# MARU_SGLANG_PYTHON names the Python of an existing SGLang installation instead (a machine with a GPU): Maru is
+# installed into it, nothing else is touched, and the kit stays away.
+. "$(dirname "$0")/common.sh"
+
+SGLANG=0.5.23
+TORCH=2.13.0
+# Maru's own dependencies; the installation below does not resolve any, so as not to change the engine's.
+LIGHT=('xxhash>=3.4' 'typer>=0.15' 'rich>=13' 'pyzmq>=26' 'msgspec>=0.19' 'numpy>=1.26')
+TESTS=('pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100')
+PIP=(-m pip install -q --disable-pip-version-check)
+
+if [ -n "${MARU_SGLANG_PYTHON:-}" ]; then
+  "$MARU_SGLANG_PYTHON" -c 'import sglang' 2>/dev/null \
+    || die "MARU_SGLANG_PYTHON is $MARU_SGLANG_PYTHON, which cannot import sglang: name a Python that can, or unset it"
+  if ! "$MARU_SGLANG_PYTHON" -c "import pathlib, sys, maru_core
+sys.exit(pathlib.Path(maru_core.__file__).parents[1] != pathlib.Path('$ROOT'))" 2>/dev/null; then
+    say "installing Maru into $MARU_SGLANG_PYTHON"
+    "$MARU_SGLANG_PYTHON" "${PIP[@]}" 'setuptools>=77' wheel "${LIGHT[@]}" "${TESTS[@]}"
+    "$MARU_SGLANG_PYTHON" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT"
+  fi
+  echo "$MARU_SGLANG_PYTHON"
+  exit 0
+fi
+
+VENV="${MARU_SGLANG_ENV:-$ROOT/.venv-sglang}"
+lock_environment "$VENV"
+STAMP="$(hash_of pyproject.toml tools/sglang_env.sh tools/common.sh engine_kit/pyproject.toml engine_kit/kit_build.py \
+  $(cd "$ROOT" && ls maru_core/*.c))"
+if up_to_date "$VENV" "$STAMP"; then
+  echo "$VENV/bin/python"
+  exit 0
+fi
+
+say "building $VENV (about 4 minutes)"
+new_environment "$VENV" "$(find_python)"
+V="$VENV/bin/python"
+"$V" "${PIP[@]}" 'setuptools>=77' wheel
+say "torch $TORCH"
+"$V" "${PIP[@]}" "torch==$TORCH"
+say "sglang $SGLANG"
+"$V" "${PIP[@]}" --no-deps "sglang==$SGLANG" triton==3.5.1 torchvision==0.28.0 compressed-tensors==0.18.0
+# What SGLang imports when it serves a plain model on a CPU; its full list brings CUDA packages that are not needed.
+"$V" "${PIP[@]}" aiohttp apache-tvm-ffi==0.1.11 dill einops fastapi gguf interegular ipython jsonschema loguru \
+  openai==2.8.0 openai-harmony==0.0.4 orjson packaging partial_json_parser pillow prometheus-client psutil pybase64 \
+  pydantic python-multipart requests sentencepiece ninja setproctitle soundfile tqdm transformers==5.19.0 'uvicorn>=0.51' \
+  uvloop watchfiles xgrammar zstandard "${LIGHT[@]}" "${TESTS[@]}"
+say "maru and the engine kit"
+"$V" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT"
+"$V" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT/engine_kit"
+SGLANG_USE_CPU_ENGINE=1 "$V" -m maru_engine_kit.cli prepare >&2
+echo "$STAMP" >"$VENV/.maru-stamp"
+echo "$V"
