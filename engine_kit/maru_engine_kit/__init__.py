@@ -10,6 +10,5 @@ changed. The parts:
 ``plugin``     entry point ``sglang.srt.plugins``: puts the rest in place inside SGLang
 ``models``     tiny models, made on the spot from a seed
 ``prepare``    SGLang's page hash: compiled ahead of a server, or in Python
-``server``     starts, asks, watches and stops a real SGLang server (standard library only)
 =============  ==========================================================================================
 """
