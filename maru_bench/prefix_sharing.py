@@ -236,7 +236,7 @@ def _run_phases(
 ) -> None:
     """Fill in ``report.phases``. A phase that fails is the last: the ones after it would compare nothing."""
     first, second = servers
-    name = "Maru" if options.backend == "maru" else "the store"
+    name = "Maru" if options.backend == "maru" else "store"
     phases = [
         (Phase(key="cold", title="cold", server="A", from_store=False), first, lambda: None),
         (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from rich import box
 from rich.table import Table
 
 from maru_bench.servers import Answer
@@ -110,9 +111,12 @@ class Report(msgspec.Struct, kw_only=True):
         store = "Maru" if self.backend == "maru" else self.backend
         table = Table(
             title=f"Prefix sharing through {store} on {self.device}: "
-            f"{len(self.prompt_tokens)} prompts, {sum(self.prompt_tokens)} tokens"
+            f"{len(self.prompt_tokens)} prompts, {sum(self.prompt_tokens)} tokens",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
         )
-        # Headings on two lines, so that the table fits a terminal of 80 columns.
+        # Headings on two lines and little else, so that the table fits a terminal of 80 columns.
         table.add_column("phase", no_wrap=True)
         table.add_column("server", justify="center")
         table.add_column("tokens\ncomputed", justify="right")

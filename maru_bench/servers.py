@@ -133,6 +133,15 @@ class ManagedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, number)
 
+    def await_end(self, timeout_s: float) -> bool:
+        """Wait until the process has ended; False if it still runs after ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while self.running:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
     def kill(self) -> None:
         """SIGKILL at once, to the process and what it started."""
         self.stop(grace_s=0.0)
@@ -145,9 +154,7 @@ class ManagedProcess:
         """
         if grace_s > 0 and self.running:
             self.signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            while self.running and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self.await_end(grace_s)
         self.signal(signal.SIGKILL)
         return self._popen.wait()
 
@@ -198,7 +205,7 @@ class MaruServer:
                 "maru-server",
                 argv,
                 self.directory / "maru-server.log",
-                env={"PYTHONPATH": _python_path()},
+                env={"PYTHONPATH": python_path()},
                 pass_fds=(write_fd,),
             )
         finally:
@@ -211,6 +218,7 @@ class MaruServer:
                     raise self.process.failure(f"was not ready within {timeout_s:g} s")
                 chunk = os.read(read_fd, 4096)
                 if not chunk:
+                    self.process.await_end(2.0)
                     raise self.process.failure("did not start")
                 line += chunk
         except BaseException:
@@ -247,7 +255,7 @@ class MaruServer:
         self.stop()
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """``PYTHONPATH`` with which this interpreter's children find the same ``maru_server`` as this process does."""
     here = str(Path(__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")

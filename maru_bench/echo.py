@@ -1,0 +1,76 @@
+"""A bare ZeroMQ echo, the yardstick of ``maru-bench metadata``: ROUTER and DEALER, both in Python, nothing decoded.
+
+``python -m maru_bench.echo ENDPOINT`` answers each message with as many bytes as the message's first 8 bytes say.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import zmq
+
+from maru_bench.servers import ManagedProcess, python_path
+
+_SIZE_BYTES = 8
+
+
+def serve(endpoint: str) -> None:
+    """Answer until the process is ended."""
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(endpoint)
+    replies: dict[bytes, bytes] = {}
+    while True:
+        identity, data = socket.recv_multipart()
+        size = data[:_SIZE_BYTES]
+        reply = replies.get(size)
+        if reply is None:
+            reply = replies[size] = bytes(int.from_bytes(size, "little"))
+        socket.send_multipart((identity, reply))
+
+
+class EchoClient:
+    """Talks to an echo process of its own. A context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        endpoint = f"ipc://{directory}/echo.sock"
+        self._process = ManagedProcess(
+            "echo",
+            [sys.executable, "-m", "maru_bench.echo", endpoint],
+            directory / "echo.log",
+            env={"PYTHONPATH": python_path()},
+        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        # An echo that does not answer must end the benchmark and not hang it.
+        self._socket.rcvtimeo = 30_000
+        self._socket.connect(endpoint)
+
+    @staticmethod
+    def request(nbytes: int, reply_bytes: int) -> bytes:
+        """A request of ``nbytes`` bytes (at least 8) that is answered with ``reply_bytes``."""
+        return reply_bytes.to_bytes(_SIZE_BYTES, "little") + bytes(max(0, nbytes - _SIZE_BYTES))
+
+    def exchange(self, request: bytes) -> bytes:
+        """One round trip."""
+        self._socket.send(request)
+        try:
+            return self._socket.recv()
+        except zmq.Again as error:
+            raise self._process.failure("did not answer") from error
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self._process.stop()
+
+    def __enter__(self) -> EchoClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
