@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ class Locations(msgspec.Struct, frozen=True):
             MaruError: the reply has not as many elements as were asked for.
         """
 
-        def take(data: bytes, dtype: str) -> npt.NDArray[np.generic]:
+        def take(data: bytes, dtype: str) -> npt.NDArray[Any]:
             array = np.frombuffer(data, dtype)
             if (count and len(array) % count) or len(array) < (column + 1) * count:
                 raise MaruError(f"the server located {len(array)} objects where {count} a component were asked for")

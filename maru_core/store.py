@@ -230,7 +230,8 @@ class Store:
         """This store's counters, and the server's (``server_…``) where it answers."""
         with self._metrics_lock:
             figures: dict[str, float | int | str] = dict(msgspec.structs.asdict(self.metrics))
-        remote = self._guarded(lambda life: self._session.stats(), {}, "stats")
+        nothing: dict[str, float | int | str] = {}
+        remote = self._guarded(lambda life: self._session.stats(), nothing, "stats")
         figures.update({f"server_{key}": value for key, value in remote.items()})
         return figures
 
@@ -388,7 +389,7 @@ class Store:
     def _read(self, life: _Life, where: Locations, fragments: Fragments) -> BoolArray:
         """Copy, then validate. The order is the whole point: a generation that still holds after the copy proves that the
         slot belonged to the object all the while."""
-        wanted = (where.slots != NO_SLOT) & (where.lengths == fragments.nbytes)
+        wanted: BoolArray = (where.slots != NO_SLOT) & (where.lengths == fragments.nbytes)
         if not wanted.any():
             return wanted
         if wanted.all():
@@ -401,10 +402,7 @@ class Store:
         life.mover.load(chosen.offsets, target)
         good = life.view.valid_each(chosen.slots, chosen.generations)
         if self._checksums:
-            sums = np.fromiter(
-                (object_checksum(row, target.sizes) for row in target.addresses), np.uint64, len(target.addresses)
-            )
-            good &= sums == chosen.checksums
+            good &= _checksums(target) == chosen.checksums
         wanted[wanted] = good
         return wanted
 
@@ -496,11 +494,7 @@ class Store:
                 raise ServerUnavailableError("the reservation grew old before the copy began")
             self._populate(life, slots)
             life.mover.store(offsets, part)
-            sums = b""
-            if self._checksums:
-                sums = np.fromiter(
-                    (object_checksum(row, part.sizes) for row in part.addresses), np.uint64, len(mine)
-                ).tobytes()
+            sums = _checksums(part).tobytes() if self._checksums else b""
         except BaseException:
             self._release(life, *packed)
             raise
@@ -562,3 +556,9 @@ class Store:
 
 def _hash_at(hashes: bytes, index: int) -> bytes:
     return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+
+
+def _checksums(fragments: Fragments) -> U64Array:
+    """The checksum of every object, shape ``(n,)``."""
+    rows = fragments.addresses
+    return np.fromiter((object_checksum(row, fragments.sizes) for row in rows), np.uint64, len(rows))
