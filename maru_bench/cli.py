@@ -167,11 +167,11 @@ def prefix_sharing(
         written = f"{out / 'demo.json'} and {out / 'demo.png'}"
     except ImportError:
         written = f"{out / 'demo.json'} (no plot: matplotlib is not installed; pip install 'maru-sglang[bench]')"
-    console.print(f"written: {written}", highlight=False)
+    console.print(f"written: {written}", highlight=False, soft_wrap=True)
     for failure in report.failures:
-        console.print(f"[bold red]FAILED[/bold red] {escape(failure)}", highlight=False)
+        console.print(f"[bold red]FAILED[/bold red] {escape(failure)}", highlight=False, soft_wrap=True)
     if report.failures:
-        console.print(f"the servers' logs are in {out / 'logs'}", highlight=False)
+        console.print(f"the servers' logs are in {out / 'logs'}", highlight=False, soft_wrap=True)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -180,7 +180,9 @@ def main() -> None:
     try:
         app()
     except MaruError as error:
-        Console(stderr=True).print(f"[bold red]maru-bench:[/bold red] {escape(str(error))}", highlight=False)
+        Console(stderr=True).print(
+            f"[bold red]maru-bench:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

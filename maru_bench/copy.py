@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from maru_bench.servers import MaruServer
+from maru_bench.servers import MaruServer, scratch_directory
 from maru_core.errors import ConfigError, MaruError
 from maru_core.mover import Fragments
 from maru_core.namespace import Namespace
@@ -299,7 +299,7 @@ def run(options: CopyOptions, narrate: Callable[[str], None]) -> CopyResult:
         )
     rows: list[CopyRow] = []
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maru-")))
+        scratch = stack.enter_context(scratch_directory())
         shared = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maru-bench-", dir="/dev/shm")))
         narrate("starting maru-server")
         server = stack.enter_context(MaruServer(scratch, size=pool))

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from maru_bench.copy import BENCH_NAMESPACE, describe_machine
 from maru_bench.echo import EchoClient
-from maru_bench.servers import MaruServer
+from maru_bench.servers import MaruServer, scratch_directory
 from maru_core import protocol
 from maru_core.errors import MaruError
 from maru_core.pool import PoolMemory, PoolView, parse_pool_uri
@@ -208,7 +207,7 @@ def run(options: MetadataOptions, narrate: Callable[[str], None]) -> MetadataRes
     slots = options.resident + (_CHAINS + 2) * max(options.pages) + TARGET_PAGES
     size = max(64, (slots * _OBJECT_BYTES * 5 // 4 >> 20) + 32)
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maru-")))
+        scratch = stack.enter_context(scratch_directory())
         server = MaruServer(scratch, size=f"{size}M", keep_pool=True)
         stack.callback(server.remove_pool)
         stack.callback(server.stop)

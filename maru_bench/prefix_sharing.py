@@ -24,7 +24,6 @@ import json
 import random
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from maru_bench.servers import (
     ServerFailedError,
     SGLangOptions,
     SGLangServer,
+    scratch_directory,
     wait_all_ready,
 )
 from maru_core.errors import ConfigError
@@ -82,8 +82,8 @@ class ExperimentOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _MaruStore:
     """The Maru server of an experiment: one of its own, or one that runs already."""
 
-    def __init__(self, directory: Path, options: ExperimentOptions) -> None:
-        self._own = None if options.server else MaruServer(directory, size=options.pool_size)
+    def __init__(self, directory: Path, options: ExperimentOptions, log: Path) -> None:
+        self._own = None if options.server else MaruServer(directory, size=options.pool_size, log=log)
         self._endpoint = options.server or (self._own.endpoint if self._own else "")
         self.can_stop = self._own is not None
         self.extra_config: dict[str, object] = {"server": self._endpoint}
@@ -166,8 +166,10 @@ def run_experiment(options: ExperimentOptions, narrate: Narrate) -> Report:
     )
     with contextlib.ExitStack() as stack:
         # A Unix socket's path is limited to 107 bytes, so not below --out.
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maru-")))
-        store: _AnyStore = _MaruStore(scratch, options) if options.backend == "maru" else _FileStore(scratch)
+        scratch = stack.enter_context(scratch_directory())
+        store: _AnyStore = (
+            _MaruStore(scratch, options, logs / "maru-server.log") if options.backend == "maru" else _FileStore(scratch)
+        )
         stack.callback(store.close)
         narrate("starting the store")
         store.start()
@@ -237,7 +239,7 @@ def _run_phases(
     """Fill in ``report.phases``. A phase that fails is the last: the ones after it would compare nothing."""
     first, second = servers
     name = "Maru" if options.backend == "maru" else "store"
-    phases = [
+    phases: list[tuple[Phase, SGLangServer, Callable[[], None]]] = [
         (Phase(key="cold", title="cold", server="A", from_store=False), first, lambda: None),
         (
             Phase(key="second_server", title="second server", server="B", from_store=True),

@@ -13,10 +13,12 @@ import http.client
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,16 +167,17 @@ class ManagedProcess:
 class MaruServer:
     """A real ``maru-server`` of this interpreter with a shared-memory pool of its own. A context manager."""
 
-    def __init__(self, directory: Path, *, size: str, name: str | None = None, keep_pool: bool = False) -> None:
+    def __init__(self, directory: Path, *, size: str, log: Path | None = None, keep_pool: bool = False) -> None:
         """
         Args:
-            directory: for its socket and log; short (a Unix socket's path has at most 107 bytes).
+            directory: for its socket; short (a Unix socket's path has at most 107 bytes).
             size: of the pool, "512M".
-            name: of the pool in ``/dev/shm``.
+            log: its log file; None: one in ``directory``.
             keep_pool: leave the pool when the server stops (another one is started on it).
         """
         self.directory = directory
-        self.pool_name = name or f"maru-bench-{os.getpid()}-{os.urandom(4).hex()}"
+        self.log = log or directory / "maru-server.log"
+        self.pool_name = f"maru-bench-{os.getpid()}-{os.urandom(4).hex()}"
         self.pool = f"shm://{self.pool_name}?size={size}"
         self.endpoint = f"ipc://{directory}/maru.sock"
         self.size = size
@@ -204,7 +207,7 @@ class MaruServer:
             self._process = ManagedProcess(
                 "maru-server",
                 argv,
-                self.directory / "maru-server.log",
+                self.log,
                 env={"PYTHONPATH": python_path()},
                 pass_fds=(write_fd,),
             )
@@ -253,6 +256,21 @@ class MaruServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A new directory with a short path, for sockets and logs. Removed in the end, unless a process failed: then its
+    log can be read."""
+    directory = Path(tempfile.mkdtemp(prefix="maru-"))
+    try:
+        yield directory
+    except ServerFailedError:
+        raise
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def python_path() -> str:
