@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The environment with the real, unmodified SGLang: `.venv-sglang`, or MARU_SGLANG_ENV. About 4 minutes and 2.2 GB the
+# The environment with the real, unmodified SGLang: `.venv-sglang`, or MARU_SGLANG_ENV. Some 2 minutes and 2.2 GB the
 # first time, seconds afterwards. Prints the Python to use as its last line of output.
 #
 # MARU_SGLANG_PYTHON names the Python of an existing SGLang installation instead (a machine with a GPU): Maru is
@@ -28,14 +28,14 @@ fi
 
 VENV="${MARU_SGLANG_ENV:-$ROOT/.venv-sglang}"
 lock_environment "$VENV"
-STAMP="$(hash_of pyproject.toml tools/sglang_env.sh tools/common.sh engine_kit/pyproject.toml engine_kit/kit_build.py \
+STAMP="$(hash_of pyproject.toml tools/sglang_env.sh tools/sglang_requirements.txt tools/common.sh engine_kit/pyproject.toml engine_kit/kit_build.py \
   $(cd "$ROOT" && ls maru_core/*.c))"
 if up_to_date "$VENV" "$STAMP"; then
   echo "$VENV/bin/python"
   exit 0
 fi
 
-say "building $VENV (about 4 minutes)"
+say "building $VENV (some minutes)"
 new_environment "$VENV" "$(find_python)"
 V="$VENV/bin/python"
 "$V" "${PIP[@]}" 'setuptools>=77' wheel
@@ -43,11 +43,7 @@ say "torch $TORCH"
 "$V" "${PIP[@]}" "torch==$TORCH"
 say "sglang $SGLANG"
 "$V" "${PIP[@]}" --no-deps "sglang==$SGLANG" triton==3.5.1 torchvision==0.28.0 compressed-tensors==0.18.0
-# What SGLang imports when it serves a plain model on a CPU; its full list brings CUDA packages that are not needed.
-"$V" "${PIP[@]}" aiohttp apache-tvm-ffi==0.1.11 dill einops fastapi gguf interegular ipython jsonschema loguru \
-  openai==2.8.0 openai-harmony==0.0.4 orjson packaging partial_json_parser pillow prometheus-client psutil pybase64 \
-  pydantic python-multipart requests sentencepiece ninja setproctitle soundfile tqdm transformers==5.19.0 'uvicorn>=0.51' \
-  uvloop watchfiles xgrammar zstandard "${LIGHT[@]}" "${TESTS[@]}"
+"$V" "${PIP[@]}" -r "$ROOT/tools/sglang_requirements.txt"
 say "maru and the engine kit"
 "$V" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT"
 "$V" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT/engine_kit"
