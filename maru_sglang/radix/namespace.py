@@ -25,14 +25,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-import torch
 
 from maru_core.errors import ConfigError
 from maru_core.namespace import Namespace
 from maru_sglang.radix.weights import file_digest, locate_model, weights_digest
+
+if TYPE_CHECKING:
+    import torch
 
 ENGINE: Final = "sglang"
 
@@ -156,7 +158,6 @@ def collect(storage_config: Any, pool: Any) -> EngineFacts:
         ConfigError: something that changes the bytes cannot be established, or is not supported yet.
     """
     _refuse_unsupported_shapes(storage_config)
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_parallel
 
     arguments = _Arguments()
@@ -185,7 +186,7 @@ def collect(storage_config: Any, pool: Any) -> EngineFacts:
         tensor_parallel=int(storage_config.tp_size),
         pipeline_parallel=int(storage_config.pp_size),
         context_parallel=int(storage_config.attn_cp_size),
-        data_parallel=int(get_parallel().attn_dp_size) if is_dp_attention_enabled() else 1,
+        data_parallel=int(get_parallel().attn_dp_size),
         draft=_draft(arguments),
     )
 
@@ -358,11 +359,15 @@ def _weights_at(path: str, revision: str | None, cache: str | None, load_format:
 def _dummy_weights(arguments: _Arguments) -> str:
     """Dummy weights are pseudo-random numbers of a fixed seed (``initialize_dummy_weights``) on one kind of device and
     one torch; weights that the loader leaves alone may depend on ``--random-seed``. With all of it equal they are equal."""
+    import torch
+
     seed = arguments.record.random_seed
     return f"dummy/{_text_digest(f'{seed} {torch.__version__} {_device_name(arguments)}')[:16]}"
 
 
 def _device_name(arguments: _Arguments) -> str:
+    import torch
+
     device = str(arguments.get("device", "device"))
     return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
 
@@ -468,7 +473,7 @@ def _without_repository(reference: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
+    if type(value).__name__ == "dtype":
         return _dtype_name(value)
     if isinstance(value, set | frozenset):
         return sorted(str(item) for item in value)

@@ -18,7 +18,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
@@ -55,18 +54,6 @@ _STATS_KEPT: Final = 1024
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_live: weakref.WeakSet[MaruHiCacheStorage] = weakref.WeakSet()
-_replaced: list[str] = []
-
-
-def weights_changed(reason: str) -> None:
-    """The weights of this process were replaced (``update_weights_from_…``): from now on nothing is read or stored, and
-    no backend can be attached any more, because what runs is no longer what lies on disk."""
-    _replaced.append(reason)
-    for backend in list(_live):
-        backend.weights_changed(reason)
-
 
 def _answers(fallback: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Turn whatever goes wrong in a call into ``fallback(*arguments)``: nothing may reach SGLang's threads."""
@@ -142,11 +129,6 @@ class MaruHiCacheStorage(HiCacheStorage):
         )
 
     def _attach(self, pool: Any) -> None:
-        if _replaced:
-            raise ConfigError(
-                f"the model's weights were replaced in this process ({_replaced[-1]}), so Maru cannot tell what runs: restart the "
-                "server to use Maru"
-            )
         pages = HostPages(pool)
         namespace = collect(self._config, pool).namespace(self._options.tag)
         if self._namespace is not None and namespace != self._namespace:
@@ -171,13 +153,11 @@ class MaruHiCacheStorage(HiCacheStorage):
                 namespace.record().decode(),
             )
         self._pages, self._namespace = pages, namespace
-        _live.add(self)
 
     @_answers(lambda *_, **__: None)
     def close(self) -> None:
         """End the session. Everything is a miss afterwards."""
         self._dead = self._dead or "closed"
-        _live.discard(self)
         if self._store is not None:
             self._store.close()
 
