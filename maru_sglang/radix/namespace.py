@@ -44,7 +44,13 @@ ENGINE: Final = "sglang"
 _ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("json_model_override_args", "model_impl", "is_embedding", "trust_remote_code"),
     "disagg": ("encoder_only", "language_only", "language_model_only"),
-    "mm": ("enable_multimodal", "mm_process_config", "image_processor_backend", "disable_fast_image_processor"),
+    "mm": (
+        "enable_multimodal",
+        "mm_process_config",
+        "image_processor_backend",
+        "disable_fast_image_processor",
+        "trust_mm_content_hashes",  # then a client may claim any image's hash
+    ),
     "exec": ("dllm_algorithm", "dllm_algorithm_config", "enable_mis", "rl_on_policy_target"),
 }
 #: Arguments under which nobody can tell from disk which weights run, and what to do instead.
@@ -167,7 +173,7 @@ def collect(storage_config: Any, pool: Any) -> EngineFacts:
         architecture=str((model.hf_config.architectures or ["?"])[0]),
         config=_json_digest(_meaningful(model.hf_config.to_dict())),
         weights=_weights(arguments),
-        model_dtype=_dtype_name(model.dtype),
+        model_dtype=_model_dtype(str(arguments.get("model", "dtype")), _dtype_name(model.dtype)),
         quantization=_quantization(arguments, model),
         kv_scales=_kv_scales(arguments),
         arguments=_json_digest(
@@ -370,6 +376,12 @@ def _device_name(arguments: _Arguments) -> str:
 
     device = str(arguments.get("device", "device"))
     return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+
+
+def _model_dtype(argument: str, configured: str) -> str:
+    """What the model runs in: SGLang changes the argument where a GPU lacks bfloat16."""
+    spelled = {"auto": configured, "half": "float16", "float": "float32"}
+    return spelled.get(argument, argument)
 
 
 def _quantization(arguments: _Arguments, model: Any) -> str:

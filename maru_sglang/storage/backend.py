@@ -55,6 +55,7 @@ _STATS_KEPT: Final = 1024
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
 def _answers(fallback: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Turn whatever goes wrong in a call into ``fallback(*arguments)``: nothing may reach SGLang's threads."""
 
@@ -84,7 +85,7 @@ def _false_by_pool(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dic
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
-class MaruHiCacheStorage(HiCacheStorage):
+class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types for us
     """See the module. ``_lock`` protects the figures for SGLang's metrics and the set of what was logged; everything
     else is set while attaching, before SGLang's threads run, except ``_dead``, which only ever goes from None to a
     reason."""

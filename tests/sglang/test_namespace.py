@@ -178,7 +178,7 @@ def test_equal_processes_share_whatever_they_are_called(
     [
         {"kv_cache_dtype": "bf16"}, {"dtype": "float16"}, {"quantization": "fp8"}, {"is_embedding": True},
         {"json_model_override_args": json.dumps({"rope_theta": 1e6})}, {"model_impl": "transformers"},
-        {"load_format": "dummy"}, {"trust_remote_code": True}, {"mm_process_config": {"image": {"max_pixels": 1}}},
+        {"load_format": "dummy"}, {"trust_remote_code": True}, {"mm_process_config": {"image": {"max_pixels": 1}}}, {"trust_mm_content_hashes": True},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )  # fmt: skip
