@@ -268,16 +268,16 @@ def test_single_pages_as_flat_tensors(tier: Callable[..., Tier]) -> None:
 
 
 @pytest.mark.parametrize("reader_dim", [16, 4])
-def test_pages_of_another_size_are_never_a_hit(
-    tier: Callable[..., Tier], reader_dim: int, request: pytest.FixtureRequest
-) -> None:
-    if tier.__name__ == "file" and reader_dim < 8:
-        reason = "HiCacheFile reads the first bytes of a longer page and calls it a hit"
-        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+def test_pages_of_another_size_are_never_a_hit(tier: Callable[..., Tier], reader_dim: int) -> None:
     writer, reader = tier(make_pool(fill=1, dim=8)), tier(make_pool(fill=2, dim=reader_dim))
     keys = chain_keys(2)
     writer.backup(keys, [0, 1])
-    assert reader.prefetch(keys, [0, 1]) == 0
+    loaded = reader.prefetch(keys, [0, 1])
+    if tier.__name__ == "file" and reader_dim < 8:
+        # SGLang's fault, kept here so that a version without it is noticed: the first bytes of a longer page are a hit.
+        assert loaded == 2
+    else:
+        assert loaded == 0
 
 
 def test_models_do_not_share(tier: Callable[..., Tier]) -> None:
