@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `make demo`: sets up what it needs, then two real SGLang servers share prefixes through Maru. Writes demo.json and
 # demo.png. Uses the GPU of this machine if MARU_SGLANG_PYTHON names an SGLang installation; arguments go to
-# `maru-bench prefix-sharing` (--model, --requests, …).
+# `maru-bench prefix-sharing` (--model, --prompts, …).
 . "$(dirname "$0")/common.sh"
 cd "$ROOT"
 

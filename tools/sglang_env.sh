@@ -3,7 +3,7 @@
 # first time, seconds afterwards. Prints the Python to use as its last line of output.
 #
 # MARU_SGLANG_PYTHON names the Python of an existing SGLang installation instead (a machine with a GPU): Maru is
-# installed into it, nothing else is touched, and the kit stays away.
+# installed into it (and the engine kit, for its models; it does nothing else where there is a GPU).
 . "$(dirname "$0")/common.sh"
 
 SGLANG=0.5.23
@@ -16,11 +16,12 @@ PIP=(-m pip install -q --disable-pip-version-check)
 if [ -n "${MARU_SGLANG_PYTHON:-}" ]; then
   "$MARU_SGLANG_PYTHON" -c 'import sglang' 2>/dev/null \
     || die "MARU_SGLANG_PYTHON is $MARU_SGLANG_PYTHON, which cannot import sglang: name a Python that can, or unset it"
-  if ! "$MARU_SGLANG_PYTHON" -c "import pathlib, sys, maru_core
+  if ! "$MARU_SGLANG_PYTHON" -c "import pathlib, sys, maru_core, maru_engine_kit
 sys.exit(pathlib.Path(maru_core.__file__).parents[1] != pathlib.Path('$ROOT'))" 2>/dev/null; then
     say "installing Maru into $MARU_SGLANG_PYTHON"
     "$MARU_SGLANG_PYTHON" "${PIP[@]}" 'setuptools>=77' wheel "${LIGHT[@]}" "${TESTS[@]}"
     "$MARU_SGLANG_PYTHON" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT"
+    "$MARU_SGLANG_PYTHON" "${PIP[@]}" --no-deps --no-build-isolation -e "$ROOT/engine_kit"
   fi
   echo "$MARU_SGLANG_PYTHON"
   exit 0

@@ -54,7 +54,7 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "torchvision":
             sys.meta_path.remove(self)
-            if not _torchvision_has_operators():
+            if not has_accelerator() and not _torchvision_has_operators():
                 define_torchvision_schemas()
         return None
 
