@@ -353,6 +353,11 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.device == "cpu":
             env.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             env.setdefault("OMP_NUM_THREADS", "1")
+            env.setdefault("CUDA_VISIBLE_DEVICES", "")
+            if self.tensor_parallel > 1:
+                # Without it every rank takes every core.
+                ranks = range(self.tensor_parallel)
+                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in ranks))
         return env
 
 
