@@ -307,14 +307,14 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
             return True
         try:
             parent_of(keys, ())
+            hashes = pack_keys(keys)
         except ChainError as error:
             self._refused(error)
             return False
         saved = np.array(self._save(keys, ROOT, fragments))
         store = self._usable()
         if not saved.all() and store is not None:
-            missing = [key for key, good in zip(keys, saved, strict=True) if not good]
-            saved[~saved] = store.present(KV, self._placement.shard, pack_keys(missing))
+            saved |= store.present(KV, self._placement.shard, hashes)
         return bool(saved.all())
 
     def _save(self, keys: Sequence[str], parent: bytes, fragments: Fragments) -> list[bool]:

@@ -94,6 +94,7 @@ def test_flat_pages_and_zero_copy_are_the_same_objects(attach: Attach, make: Any
         other.set_from_flat_data_page(0, reader.get(key))
         assert page_bytes(other, 0) == want
     assert backend.set(keys[0], pool.get_data_page(0))  # already there: kept as it is
+    assert backend.set(keys[3], pool.get_data_page(0))  # and so is a page whose parent these calls cannot say
     assert load(reader, keys[:1], other, [0]) == [True]
     assert page_bytes(other, 0) == page_bytes(pool, SOURCE[0])
 
