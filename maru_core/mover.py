@@ -30,9 +30,10 @@ U64 = npt.NDArray[np.uint64]
 #: Whether the compiled copy loop is there; without it the results are the same, with a call per fragment.
 native_available: Final = _native is not None
 
-#: Batches of fewer bytes are copied by the calling thread alone. Measured on 2 cores with 64 KiB fragments, one thread
-#: against two: 1 MiB 14.7 against 9.1 GB/s, 4 MiB 16.4 against 17.4, 16 MiB 9.6 against 15.4, 128 MiB 9.6 against 17.6.
-THREADED_BATCH_BYTES: Final = 8 << 20
+#: Batches of fewer bytes are copied by the calling thread alone: a second thread starts too late to help. Measured on 2
+#: cores, 64 KiB fragments, buffers not in cache, GB/s of store and load, one thread against two: 4 MiB 9.0 6.8 against
+#: 8.3 6.8; 8 MiB 9.1 7.2 against 8.6 8.1; 16 MiB 9.3 8.0 against 11.0 11.5; 64 MiB 9.5 9.1 against 16.7 11.5.
+THREADED_BATCH_BYTES: Final = 16 << 20
 #: A few cores fill the memory channels; the rest belong to the engine.
 DEFAULT_THREADS_MAX: Final = 4
 

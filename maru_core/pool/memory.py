@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +23,8 @@ import xxhash
 from maru_core.errors import (
     ClosedError,
     ConfigError,
-    NotAPoolError,
     PoolBusyError,
-    PoolDamagedError,
     PoolError,
-    PoolVersionError,
 )
 from maru_core.pool.backing import (
     PAGE,
@@ -38,11 +34,9 @@ from maru_core.pool.backing import (
     DaxBacking,
     FileBacking,
     populate,
-    user_name,
 )
 from maru_core.pool.format import (
     BLOCK_BYTES,
-    COHERENCE_HARDWARE,
     COMPONENT,
     COMPONENT_BYTES,
     MAGIC,
@@ -52,10 +46,22 @@ from maru_core.pool.format import (
     RECORD,
     RECORD_BYTES,
 )
-from maru_core.pool.geometry import DEFAULT_ALIGN, Geometry
-from maru_core.pool.uri import PoolURI, format_size, parse_pool_uri
+from maru_core.pool.geometry import Geometry
+from maru_core.pool.opening import (
+    OWNER_TEXT_MAX,
+    agreed_size,
+    busy_error,
+    check_owner,
+    last_generation_second,
+    owner_text,
+    plan_pool,
+    provision_tables,
+    read_geometry,
+    required_size,
+    supported,
+)
+from maru_core.pool.uri import PoolURI, format_size
 
-_OWNER_TEXT_MAX: Final = OWNER["text"].itemsize
 #: A pool's path can change under us while we open it (another server makes, replaces or removes it): look again.
 _ATTEMPTS: Final = 16
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
@@ -93,8 +99,8 @@ class PoolMemory:
             NotAPoolError, PoolVersionError, PoolDamagedError: what is there was not touched.
             PoolTooSmallError, PoolError: cannot be made or mapped.
         """
-        uri = _supported(uri)
-        wanted = _agreed_size(uri, size)
+        uri = supported(uri)
+        wanted = agreed_size(uri, size)
         for _ in range(_ATTEMPTS):
             backing: Backing
             try:
@@ -109,7 +115,7 @@ class PoolMemory:
                     continue
             try:
                 if not backing.lock():
-                    raise _busy(uri, backing)
+                    raise busy_error(uri, backing)
                 if backing.still_there():
                     return cls._open_locked(uri, backing, wanted, format)
             except BaseException:
@@ -130,7 +136,7 @@ class PoolMemory:
         Raises:
             PoolError: missing, not permitted, another pool, not a pool, or shorter than its superblock says.
         """
-        uri = _supported(uri)
+        uri = supported(uri)
         with contextlib.ExitStack() as stack:
             sides: list[Backing] = []
             # Two descriptors: a mapping of one that is open for reading only cannot be made writable later.
@@ -148,7 +154,7 @@ class PoolMemory:
                 stack.callback(side.close)
                 sides.append(side)
             read_only, read_write = sides
-            geometry = _read_geometry(uri, read_only)
+            geometry = read_geometry(uri, read_only)
             if expected_uuid is not None and geometry.pool_uuid != expected_uuid:
                 raise PoolError(
                     f"{uri}: this is pool {uuid.UUID(bytes=geometry.pool_uuid)}, the server's is "
@@ -164,24 +170,26 @@ class PoolMemory:
     @classmethod
     def _open_locked(cls, uri: PoolURI, backing: Backing, wanted: int | None, format: bool) -> PoolMemory:
         if isinstance(backing, FileBacking):
-            _check_owner(uri, backing)
+            check_owner(uri, backing)
             if backing.capacity() == 0:
                 return cls._format_empty_file(uri, backing, wanted)
         if not format:
-            geometry = _read_geometry(uri, backing)
+            geometry = read_geometry(uri, backing)
+            if isinstance(backing, FileBacking):
+                os.fchmod(backing.descriptor, uri.mode)  # the server's URI says who may take part, at each start
             # Holes of the tables would raise SIGBUS on a full tmpfs, in clients too, which only read them.
-            _provision_tables(uri, backing, geometry)
+            provision_tables(uri, backing, geometry)
             meta = backing.map(0, geometry.off_data, writable=True)
             data = backing.map(geometry.off_data, geometry.data_bytes, writable=True)
             memory = cls(uri, geometry, meta, data, backing)
             memory._check_wanted(wanted)
             return memory
-        after = _last_generation_second(uri, backing) + 1
+        after = last_generation_second(uri, backing) + 1
         if isinstance(backing, FileBacking):
             memory = cls._new_file(uri, wanted or backing.capacity(), replace=True, after=after)
             backing.close()
             return memory
-        geometry = _plan(uri, wanted or backing.capacity(), backing.grain, after)
+        geometry = plan_pool(uri, wanted or backing.capacity(), backing.grain, after)
         if geometry.pool_bytes > backing.capacity():
             raise ConfigError(
                 f"{uri}: size={format_size(geometry.pool_bytes)} is more than the {backing.capacity()} bytes "
@@ -196,7 +204,7 @@ class PoolMemory:
         Raises:
             FileExistsError: the name was taken meanwhile (not with ``replace``).
         """
-        geometry = _plan(uri, _required(uri, wanted), PAGE, after)
+        geometry = plan_pool(uri, required_size(uri, wanted), PAGE, after)
         path = uri.path if uri.scheme == "shm" else Path(os.path.realpath(uri.path))
         spare = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
         named = False
@@ -248,7 +256,7 @@ class PoolMemory:
 
     @classmethod
     def _format_empty_file(cls, uri: PoolURI, backing: FileBacking, wanted: int | None) -> PoolMemory:
-        geometry = _plan(uri, _required(uri, wanted), PAGE, 0)
+        geometry = plan_pool(uri, required_size(uri, wanted), PAGE, 0)
         os.fchmod(backing.descriptor, uri.mode)
         try:
             return cls._grown(uri, geometry, backing)
@@ -266,7 +274,7 @@ class PoolMemory:
                 f"{uri}: the file system refuses a file of {format_size(geometry.pool_bytes)} "
                 f"({error.strerror}): make the pool smaller"
             ) from error
-        _provision_tables(uri, backing, geometry)
+        provision_tables(uri, backing, geometry)
         return cls._formatted(uri, geometry, backing, zeroed=True)
 
     @classmethod
@@ -411,16 +419,16 @@ class PoolMemory:
 
     def set_owner(self, text: str) -> None:
         """Server: say who serves the pool, for people (and for the error of a second server)."""
-        data = text.encode()[:_OWNER_TEXT_MAX]
+        data = text.encode()[:OWNER_TEXT_MAX]
         block = self._owner_block
         block["check"] = 0  # nobody believes it meanwhile
-        block["text"] = np.void(data.ljust(_OWNER_TEXT_MAX, b"\0"))
+        block["text"] = np.void(data.ljust(OWNER_TEXT_MAX, b"\0"))
         block["length"] = len(data)
         block["check"] = xxhash.xxh3_64_intdigest(data)
 
     def owner(self) -> str:
         """What :meth:`set_owner` said last; empty if nothing."""
-        return _owner_text(self.meta[BLOCK_BYTES : 2 * BLOCK_BYTES].tobytes())
+        return owner_text(self.meta[BLOCK_BYTES : 2 * BLOCK_BYTES].tobytes())
 
     # ------------------------------------------------------------ leaving
 
@@ -448,131 +456,3 @@ class PoolMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _supported(uri: PoolURI | str) -> PoolURI:
-    uri = parse_pool_uri(uri) if isinstance(uri, str) else uri
-    if uri.coherence != "hardware":
-        raise PoolError(
-            f"{uri}: coherence=software needs cache flushing, which this release does not have: "
-            "use memory that is coherent between its hosts, or serve each host a pool of its own"
-        )
-    return uri
-
-
-def _agreed_size(uri: PoolURI, size: int | None) -> int | None:
-    if size is not None and uri.size is not None and size != uri.size:
-        raise ConfigError(
-            f"{uri}: the URI says size={format_size(uri.size)}, the size given is {format_size(size)}: keep one of them"
-        )
-    return uri.size if size is None else size
-
-
-def _required(uri: PoolURI, wanted: int | None) -> int:
-    if wanted is None:
-        raise ConfigError(f"{uri}: a new pool needs a size: add ?size=8G to the URI or give --size 8G")
-    return wanted
-
-
-def _plan(uri: PoolURI, pool_bytes: int, grain: int, after_s: int) -> Geometry:
-    """Cut a new pool; ``after_s`` is a second before which no generation of it may lie."""
-    align = max(DEFAULT_ALIGN, grain) if uri.align is None else uri.align
-    if align % grain:
-        raise ConfigError(
-            f"{uri}: align={format_size(align)} is not a multiple of the alignment {format_size(grain)} of {uri.path}: "
-            f"leave it out or use {format_size(grain)}"
-        )
-    return Geometry.plan(
-        pool_bytes,
-        align=align,
-        extent_bytes=uri.extent,
-        min_slot_bytes=uri.min_slot,
-        coherence=COHERENCE_HARDWARE,
-        pool_uuid=uuid.uuid4().bytes,
-        created_ns=max(time.time_ns(), after_s * 1_000_000_000),
-    )
-
-
-def _provision_tables(uri: PoolURI, backing: Backing, geometry: Geometry) -> None:
-    if not backing.provision(0, geometry.off_data):
-        raise PoolError(
-            f"{uri}: no space for the pool's tables ({geometry.off_data} bytes) on the file system of {uri.path}: "
-            "free some, or make the pool smaller"
-        )
-
-
-def _read_geometry(uri: PoolURI, backing: Backing) -> Geometry:
-    """The geometry of what is there, checked against the memory behind it; errors name the pool and the cure."""
-    try:
-        geometry = Geometry.read(backing.read(0, BLOCK_BYTES))
-    except NotAPoolError as error:
-        raise NotAPoolError(
-            f"{uri}: {uri.path} does not hold a Maru pool ({error}); it was not touched: "
-            "name another, or let the server format it (--format; what it holds is lost)"
-        ) from error
-    except (PoolVersionError, PoolDamagedError) as error:
-        raise type(error)(f"{uri}: {error}") from error
-    if geometry.coherence != COHERENCE_HARDWARE:
-        raise PoolError(
-            f"{uri}: the pool was formatted with coherence=software, which this release does not have: "
-            "format it anew for coherent memory (--format; its contents are lost)"
-        )
-    if backing.capacity() < geometry.pool_bytes:
-        raise PoolDamagedError(
-            f"{uri}: the pool has {geometry.pool_bytes} bytes, {uri.path} only {backing.capacity()}: it was cut short; "
-            "restore it, or format the pool anew (--format; its contents are lost)"
-        )
-    if geometry.off_data % backing.grain or geometry.data_bytes % backing.grain:
-        raise PoolError(
-            f"{uri}: the pool is aligned to {format_size(geometry.align)}, {uri.path} demands {format_size(backing.grain)}: "
-            f"reconfigure the device (`daxctl reconfigure-device --align={geometry.align}`), or format the pool anew "
-            "(--format; its contents are lost)"
-        )
-    return geometry
-
-
-def _check_owner(uri: PoolURI, backing: FileBacking) -> None:
-    # Whoever owns the file can change or cut it under the server, even where permissions let the server in.
-    uid = os.fstat(backing.descriptor).st_uid
-    if uid != os.geteuid():
-        raise PoolError(
-            f"{uri}: {uri.path} belongs to {user_name(uid)}, this server runs as {user_name(os.geteuid())}: "
-            "choose another name, or run the server as that user"
-        )
-
-
-def _last_generation_second(uri: PoolURI, backing: Backing) -> int:
-    """The last second of which a pool that is about to be formatted holds a generation; 0 if it is no pool.
-
-    Generations start at a second of the clock; a format within the same second, or after the clock was set back,
-    must not repeat any, since clients of the old pool may still hold some."""
-    try:
-        geometry = _read_geometry(uri, backing)
-        meta = backing.map(0, geometry.off_data, writable=False)
-    except PoolError:
-        return 0
-    end = geometry.off_generations + 8 * geometry.slot_count
-    generations = meta[geometry.off_generations : end].view("<u8")
-    incarnation = int(meta[BLOCK_BYTES : BLOCK_BYTES + 8].view("<u8")[0])
-    return max(int(generations.max()) >> 32, incarnation >> 20, geometry.created_ns // 1_000_000_000)
-
-
-def _owner_text(block: bytes) -> str:
-    if len(block) < BLOCK_BYTES:
-        return ""
-    fields = np.frombuffer(block, OWNER, 1)[0]
-    data: bytes = fields["text"].tobytes()[: int(fields["length"])]
-    if int(fields["length"]) > _OWNER_TEXT_MAX or int(fields["check"]) != xxhash.xxh3_64_intdigest(data):
-        return ""
-    return data.decode(errors="replace")
-
-
-def _busy(uri: PoolURI, backing: Backing) -> PoolBusyError:
-    try:
-        owner = _owner_text(backing.read(BLOCK_BYTES, BLOCK_BYTES))
-    except PoolError:
-        owner = ""
-    return PoolBusyError(
-        f"{uri}: it is served by {owner or 'another process, which has not said who it is'}: "
-        "stop that server first, or use another pool"
-    )
