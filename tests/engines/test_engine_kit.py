@@ -99,7 +99,8 @@ def test_page_hashes_are_those_of_sglang(kind: str) -> None:
 
 
 def run(code: str, *path: Path) -> str:
-    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    search = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(search)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
