@@ -36,8 +36,6 @@ from maru_sglang.radix.weights import file_digest, locate_model, weights_digest
 if TYPE_CHECKING:
     import torch
 
-ENGINE: Final = "sglang"
-
 #: Server arguments (by runtime_context namespace) that change the KV a model computes and are not in its configuration
 #: or its weights. Only numerics of kernels (attention backends, MoE runners) are left out: they round differently,
 #: as they do between two GPUs.
@@ -82,6 +80,7 @@ _PROVENANCE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_v
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What decides whether two processes' pages are interchangeable. Every field is part of the namespace."""
 
+    version: str  # of SGLang: a release may compute or arrange KV in another way under the same names
     hash_probe: str  # hash of a fixed chain, as this process computes it
     architecture: str  # "LlamaForCausalLM"
     config: str  # digest of the resolved model configuration, overrides and all
@@ -112,7 +111,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         if self.cached_layers != self.stages[0][1] - self.stages[0][0] or self.packed_draft_layers:
             layers += f"#{self.cached_layers}+{self.packed_draft_layers}"
         return Namespace(
-            engine=ENGINE,
+            engine=f"sglang {self.version}",
             hash_scheme=f"sglang-sha256 {self.hash_probe}",
             model=self.architecture,
             weights=(
@@ -165,10 +164,12 @@ def collect(storage_config: Any, pool: Any) -> EngineFacts:
     """
     _refuse_unsupported_shapes(storage_config)
     from sglang.srt.runtime_context import get_parallel
+    from sglang.version import __version__ as version
 
     arguments = _Arguments()
     model = _model_config(arguments)
     return EngineFacts(
+        version=str(version),
         hash_probe=_hash_probe(),
         architecture=str((model.hf_config.architectures or ["?"])[0]),
         config=_json_digest(_meaningful(model.hf_config.to_dict())),

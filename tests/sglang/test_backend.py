@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,23 @@ def test_what_is_there_is_not_stored_again(attach: Attach) -> None:
     assert (figures["stored_pages"], figures["existing_pages"]) == (4, 4)
     assert load(backend, keys[:1], pool, [9]) == [True]
     assert page_bytes(pool, 9) == page_bytes(pool, 0)
+
+
+def test_several_threads_at_once(attach: Attach) -> None:
+    """SGLang queries, loads and stores from threads of its own at the same time."""
+    pool, other = make_mha(tokens=256, fill=1), make_mha(tokens=256)
+    writer, reader = attach(pool), attach(other)
+
+    def run(thread: int) -> bool:
+        keys, pages = keys_of(8, seed=thread), list(range(thread * 8, thread * 8 + 8))
+        good = reader.batch_exists(keys) == 0
+        good &= all(store(writer, keys, pool, pages))
+        good &= reader.batch_exists(keys) == 8
+        good &= all(load(reader, keys, other, pages))
+        return good and all(page_bytes(other, page) == page_bytes(pool, page) for page in pages)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(run, range(12)))
 
 
 # ---------------------------------------------------------------- namespaces

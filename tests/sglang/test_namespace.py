@@ -367,6 +367,16 @@ def test_another_hash_scheme_is_another_namespace(publish: Callable[..., Any], m
 
 
 @pytest.mark.sglang
+def test_another_sglang_is_another_namespace(publish: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang.version
+
+    publish()
+    before = digest_of(make_mha())
+    monkeypatch.setattr(sglang.version, "__version__", "0.6.0")
+    assert digest_of(make_mha()) != before
+
+
+@pytest.mark.sglang
 def test_how_sglang_names_adapters_and_images() -> None:
     """What the module says of SGLang: an adapter's id is its name and path; every pad value of an image is 62 bits of a hash."""
     from sglang.srt.lora.lora_registry import LoRARef
