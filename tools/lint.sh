@@ -6,3 +6,4 @@ V="${MARU_VENV:-$ROOT/.venv}/bin/python"
 "$V" -m ruff check .
 "$V" -m ruff format --check .
 "$V" -m mypy
+"$V" -m mypy --strict --ignore-missing-imports engine_kit/maru_engine_kit

@@ -11,17 +11,12 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def _rows(pool: Tensor, item_size: int) -> Tensor:
     """View of a contiguous pool as rows of ``item_size`` bytes."""
-    return (
-        pool.contiguous().view(torch.uint8).view(-1, item_size)
-        if not pool.is_contiguous()
-        else pool.view(torch.uint8).view(-1, item_size)
-    )
+    return pool.view(torch.uint8).view(-1, item_size)
 
 
 def _rows_at(address: int, rows: int, item_size: int) -> Tensor:
