@@ -31,7 +31,7 @@ from maru_core.errors import (
     PoolTooSmallError,
     PoolVersionError,
 )
-from maru_core.pool import PoolMemory
+from maru_core.pool import PoolMemory, backing
 from maru_core.pool.backing import DaxBacking, FileBacking
 from maru_core.pool.format import BLOCK_BYTES, COMPONENT_BYTES, NAMESPACE_BYTES, RECORD_BYTES
 from maru_core.pool.uri import parse_pool_uri
@@ -286,7 +286,7 @@ def test_a_server_killed_while_it_makes_a_pool_leaves_nothing_half_made(tmp_path
         PoolMemory.create(uri).close()
     code = """
         import os, signal, sys
-        from maru_core.pool import PoolMemory
+        from maru_core.pool import PoolMemory, backing
         os.link = os.rename = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
         PoolMemory.create(sys.argv[1], format=sys.argv[2] == "True")
     """
@@ -468,7 +468,7 @@ DEMOTED = """
     import os, sys
     from pathlib import Path
     from maru_core.errors import PoolError
-    from maru_core.pool import PoolMemory
+    from maru_core.pool import PoolMemory, backing
     os.setgid(12345); os.setuid(12345)
     try:
         how, uri, sysfs = sys.argv[1:]
@@ -845,6 +845,16 @@ def test_what_is_no_dax_device_is_refused(tmp_path: Path, dax: Callable[..., obj
     device = dax()
     (device.node / "size").write_text("many")
     with pytest.raises(PoolError, match="cannot read"):
+        PoolMemory.create(device.uri, format=True, sysfs=device.sysfs)
+
+
+def test_a_plain_file_never_stands_for_a_device_on_the_real_sysfs(
+    dax: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a file is what `dd of=/dev/dax0.0` leaves in a container that lacks the node."""
+    device = dax()
+    monkeypatch.setattr(backing, "SYSFS", device.sysfs)
+    with pytest.raises(PoolError, match="is not a device-dax node"):
         PoolMemory.create(device.uri, format=True, sysfs=device.sysfs)
 
 

@@ -50,6 +50,9 @@ def test_slots_that_do_not_exist_are_not_valid(shm_uri: str, native: bool, pools
     assert view.valid_each(slots, np.full(4, generation, np.uint64)).tolist() == [True, True, False, False]
     assert not view.valid(slots, np.full(4, generation, np.uint64))
     assert view.valid(u32(), np.empty(0, np.uint64))
+    # Not even if what lies behind the generations happens to be what is asked for.
+    beyond = server.meta[server.geometry.off_generations + 8 * count :][:64].view(np.uint64)
+    assert not view.valid_each(np.arange(count, count + 8, dtype=np.uint32), beyond).any()
 
 
 def test_only_the_right_types_are_compared(shm_uri: str, native: bool, pools: Keep) -> None:
