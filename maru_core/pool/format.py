@@ -133,9 +133,7 @@ _KEYS: Final = np.array(
     ],
     np.uint64,
 )  # fmt: skip
-_MASKS: Final = np.array(
-    [0xFFFFFFFF00000000] + [0xFFFFFFFFFFFFFFFF] * 12 + [0, 0xFFFFFFFFFFFFFFFF, 0], np.uint64
-)
+_MASKS: Final = np.array([0xFFFFFFFF00000000] + [0xFFFFFFFFFFFFFFFF] * 12 + [0, 0xFFFFFFFFFFFFFFFF, 0], np.uint64)
 _CHECKSUM_KEY: Final = _KEYS[12]
 _MIX: Final = np.uint64(0xD1B54A32D192ED03)
 _SHIFT: Final = np.uint64(32)
@@ -167,7 +165,7 @@ def record_checks(records: np.ndarray) -> np.ndarray:
 
 def checksum_shares(checksums: np.ndarray) -> np.ndarray:
     """What a ``checksum`` (u64, shape ``(n,)``) adds to ``record_check``; 0 for the checksum 0."""
-    mixed = checksums * _CHECKSUM_KEY
+    mixed: np.ndarray = checksums * _CHECKSUM_KEY
     mixed ^= mixed >> _SHIFT
     mixed *= _MIX
     return mixed
