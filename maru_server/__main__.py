@@ -1,0 +1,6 @@
+"""``python -m maru_server``."""
+
+from maru_server.cli import main
+
+if __name__ == "__main__":
+    main()
