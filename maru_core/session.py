@@ -21,7 +21,6 @@ thread between it and the server. It does not know what the bytes in a slot mean
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import itertools
 import logging
@@ -30,12 +29,12 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
-import msgspec
 import zmq
 
 from maru_core import protocol
+from maru_core.errands import Errands, Life
 from maru_core.errors import (
     ClosedError,
     ConfigError,
@@ -48,7 +47,6 @@ from maru_core.errors import (
 from maru_core.process import ProcessIdentity
 from maru_core.protocol import (
     HASH_BYTES,
-    MAX_BATCH,
     PROTOCOL_VERSION,
     Clear,
     Commit,
@@ -72,14 +70,13 @@ from maru_core.protocol import (
     ReserveStatus,
     Stats,
     StatsReply,
-    Touch,
     Welcome,
 )
+from maru_core.sockets import NoAnswerError, Socket, SocketPool, exchange
 
 log = logging.getLogger("maru.session")
 
 R = TypeVar("R")
-_Socket = zmq.Socket[bytes]
 
 #: Pause between two attempts to find a server that is away, seconds: doubles from the first to the second.
 PROBE_MIN_S: Final = 0.05
@@ -87,39 +84,12 @@ PROBE_MAX_S: Final = 1.0
 #: How long the keeper waits for one answer. Longer than a call may: it delays nobody, and a request that waits in the socket
 #: reaches a server the moment it is back.
 PROBE_WAIT_S: Final = 1.0
-#: How long touches gather before they are sent in one message, seconds; and how many calls of touch() may wait.
+#: How long touches gather before they are sent in one message, seconds.
 TOUCH_GATHER_S: Final = 0.05
-TOUCH_BACKLOG: Final = 256
-#: Requests without an answer that the keeper still settles; sockets kept for later calls.
-UNSETTLED_MAX: Final = 256
+#: How often the keeper looks for replies that come late, seconds.
 LATE_LOOK_S: Final = 0.1
-IDLE_SOCKETS_MAX: Final = 64
 #: How long the farewell may stay in the socket of a closed session, milliseconds.
 GOODBYE_LINGER_MS: Final = 200
-
-
-class _Life(NamedTuple):
-    """One registration with one run of the server. Replaced as a whole."""
-
-    epoch: int
-    session: int
-    incarnation: int
-    welcome: Welcome
-
-
-class _Late(NamedTuple):
-    """A reserve that was not answered in time, on the socket where the answer may still come."""
-
-    socket: _Socket
-    life: _Life
-
-
-class _NoAnswerError(Exception):
-    """The time limit passed. ``garbage`` says what came instead of an answer."""
-
-    def __init__(self, garbage: int = 0) -> None:
-        super().__init__()
-        self.garbage = garbage
 
 
 class Session:
@@ -149,27 +119,23 @@ class Session:
         self._pid = os.getpid()
         self._client_id = secrets.token_bytes(16)
         self._rids = itertools.count(1)
-        self._context: zmq.Context[_Socket] = zmq.Context()
-        self._sockets: set[_Socket] = set()  # every open one; its add and discard are atomic
-        self._free: collections.deque[_Socket] = collections.deque()
         self._closed = False
-        self._life: _Life | None = None
+        self._life: Life | None = None
         self._away: MaruError | None = None  # why calls fail at once
         self._hello_lock = threading.Lock()
-        self._term_lock = threading.Lock()
+        self._keeper_lock = threading.Lock()
+        self._hold_lock = threading.Lock()
+        self._holding = 0  # slots that the present life has reserved, and neither committed nor released
         self._wake = threading.Event()
-        self._touches: collections.deque[tuple[int, int, bytes]] = collections.deque(maxlen=TOUCH_BACKLOG)
-        self._late: collections.deque[_Late] = collections.deque()
-        self._unsettled: collections.deque[tuple[_Life, Commit | Release]] = collections.deque(maxlen=UNSETTLED_MAX)
         self._keeper: threading.Thread | None = None
         try:
-            # An endpoint that can never work is seen here and not as a server that is away.
-            self._free.append(self._open_socket())
+            # An endpoint that can never work is seen here, and not as a server that is away.
+            self._sockets = SocketPool(endpoint)
         except zmq.ZMQError as error:
-            self._context.term()
             raise ConfigError(
                 f"server is {endpoint!r} ({error.strerror}): give ipc:///path/to/socket or tcp://host:port"
             ) from error
+        self._errands = Errands(self._sockets, self._rids)
         _open_sessions.add(self)
 
     # ------------------------------------------------------------ state
@@ -254,6 +220,10 @@ class Session:
             or not len(reply.offsets) == len(reply.generations) == 8 * count
         ):
             raise self._contradiction("reserve")
+        self._hold(life, reply.status.count(ReserveStatus.RESERVED))
+        if self._closed:
+            # The Goodbye may be on its way already, and the slots with it: they must not be written.
+            raise self._closed_error()
         return reply
 
     def commit(
@@ -262,6 +232,8 @@ class Session:
         """Publish reserved slots; see :class:`maru_core.protocol.Commit`. May be repeated."""
         life = self._current(epoch)
         rid = next(self._rids)
+        # Whatever comes of it, the caller has ended writing.
+        self._hold(life, -(len(slots) // 4))
         reply = self._ask(life, rid, Commit(rid, life.session, slots, generations, checksums), Committed)
         if len(reply.status) * 4 != len(slots):
             raise self._contradiction("commit")
@@ -271,6 +243,7 @@ class Session:
         """Give reserved slots back; how many there were."""
         life = self._current(epoch)
         rid = next(self._rids)
+        self._hold(life, -(len(slots) // 4))
         return self._ask(life, rid, Release(rid, life.session, slots, generations), Done).count
 
     def delete(self, namespace: int, hashes: bytes, *, epoch: int | None = None) -> int:
@@ -296,13 +269,15 @@ class Session:
         life = self._life
         if life is None or self._closed or self._pid != os.getpid() or (epoch is not None and epoch != life.epoch):
             return
-        first = not self._touches
-        self._touches.append((life.epoch, namespace, hashes))
-        if first:
+        if self._errands.touch(life.epoch, namespace, hashes):
             self._wake.set()
 
     def close(self) -> None:
-        """Say Goodbye and end: reservations return at once. Bounded; calls under way end within their own time limit."""
+        """End the session. Bounded; calls under way end within their own time limit.
+
+        Says Goodbye, which returns reservations at once, unless slots are neither committed nor released: another thread may
+        still be writing into them, so they return only when the server finds the process dead or the quarantine is over.
+        """
         _open_sessions.discard(self)
         if self._pid != os.getpid() or self._closed:
             # Sockets, context and thread are the parent's: a forked child must not touch them.
@@ -313,15 +288,16 @@ class Session:
         keeper = self._keeper
         if keeper is not None and keeper is not threading.current_thread():
             keeper.join(self.timeout_s + PROBE_WAIT_S)
-        self._close_idle()
-        deadline = time.monotonic() + self.timeout_s
-        while self._sockets and time.monotonic() < deadline:
-            time.sleep(0.005)
-        self._end_context()
+        self._sockets.shut(self.timeout_s)
+
+    def _hold(self, life: Life, change: int) -> None:
+        with self._hold_lock:
+            if life is self._life:
+                self._holding = max(0, self._holding + change)
 
     # ------------------------------------------------------------ one request, one reply
 
-    def _current(self, epoch: int | None) -> _Life:
+    def _current(self, epoch: int | None) -> Life:
         """The present life, begun if there is none; fails at once where it is known that it would fail later."""
         if self._closed or self._pid != os.getpid():
             raise self._closed_error()
@@ -334,50 +310,26 @@ class Session:
             raise self._lost_error(life)
         return life
 
-    def _ask(self, life: _Life, rid: int, request: Request, expected: type[R]) -> R:
+    def _ask(self, life: Life, rid: int, request: Request, expected: type[R]) -> R:
         """Send a request of this life and return its reply, of the expected kind."""
         deadline = time.monotonic() + self.timeout_s
+        socket = self._sockets.take()
         try:
-            socket = self._free.pop()
-        except IndexError:
-            socket = self._open_socket()
-        try:
-            reply = self._exchange(socket, rid, protocol.encode(request), deadline)
-        except _NoAnswerError as failure:
-            self._leave(socket, life, request)
+            reply = exchange(socket, rid, protocol.encode(request), deadline)
+        except NoAnswerError as failure:
+            self._errands.unanswered(life, request, socket)
+            # One call that found no answer is enough: others need not wait to learn the same.
+            self._open_breaker(ServerUnavailableError(f"the Maru server at {self.endpoint} is away"))
             raise self._unavailable(request, failure) from None
         except BaseException:
-            self._discard(socket)
+            self._sockets.discard(socket)
             raise
-        self._put_back(socket)
+        self._sockets.give_back(socket)
         if type(reply) is expected and reply.incarnation == life.incarnation:
             return reply
         raise self._refusal(life, request, reply, deadline)
 
-    def _exchange(self, socket: _Socket, rid: int, data: bytes, deadline: float, *, keeper: bool = False) -> Reply:
-        """One request and the reply that repeats its ``rid``; everything else that arrives is dropped.
-
-        The keeper also gives up when the session is closed.
-        """
-        garbage = 0
-        with contextlib.suppress(zmq.ZMQError):
-            socket.send(data, zmq.DONTWAIT)
-            while (left := deadline - time.monotonic()) > 0 and not (keeper and self._closed):
-                # A poll, not RCVTIMEO: a signal restarts a receive with its full time limit, and a poll with the rest.
-                wait_ms = int(left * 1000) + 1
-                if not zmq.zmq_poll([(socket, zmq.POLLIN)], min(wait_ms, 100) if keeper else wait_ms):
-                    continue
-                try:
-                    reply = protocol.decode_reply(socket.recv(zmq.DONTWAIT))
-                except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-                    garbage += 1
-                    continue
-                # A server that cannot read a request at all cannot repeat its rid.
-                if reply.rid == rid or (reply.rid == 0 and type(reply) is Error):
-                    return reply
-        raise _NoAnswerError(garbage)
-
-    def _refusal(self, life: _Life, request: Request, reply: Reply, deadline: float) -> MaruError:
+    def _refusal(self, life: Life, request: Request, reply: Reply, deadline: float) -> MaruError:
         """The error for a reply that is not what was asked for. Begins a new life where the old one is over."""
         unknown = isinstance(reply, Error) and reply.code == ErrorCode.UNKNOWN_SESSION
         if unknown or reply.incarnation != life.incarnation:
@@ -386,30 +338,20 @@ class Session:
             return self._said(reply)
         return self._contradiction(type(request).__name__.lower())
 
-    def _leave(self, socket: _Socket, life: _Life, request: Request) -> None:
-        """After a call without an answer: fail at once from now on, and have the keeper settle what was asked."""
-        if type(request) is Reserve and len(self._late) < UNSETTLED_MAX:
-            self._late.append(_Late(socket, life))
-        else:
-            self._discard(socket)
-            if isinstance(request, Commit | Release):
-                self._unsettled.append((life, request))
-        self._open_breaker(ServerUnavailableError(f"the Maru server at {self.endpoint} is away"))
-
     def _open_breaker(self, why: MaruError) -> None:
         self._away = why
-        self._close_idle()
+        self._sockets.close_idle()
         self._start_keeper()
         self._wake.set()
 
     # ------------------------------------------------------------ lives
 
-    def _renew(self, stale: _Life | None, deadline: float | None = None, *, keeper: bool = False) -> _Life:
+    def _renew(self, stale: Life | None, deadline: float | None = None, *, keeper: bool = False) -> Life:
         """Begin the life after ``stale`` with a Hello, unless another thread has done so."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s
         if not self._hello_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise self._unavailable(None, _NoAnswerError())
+            raise self._unavailable(None, NoAnswerError())
         try:
             life = self._life
             if life is not None and life is not stale:
@@ -420,9 +362,11 @@ class Session:
             except (ServerError, VersionMismatchError) as error:
                 self._open_breaker(error)
                 raise
-            life = _Life(self.epoch + 1, welcome.session, welcome.incarnation, welcome)
-            self._life = life
-            self._close_idle()  # what was connected to the old life may still be on its way back
+            life = Life(self.epoch + 1, welcome.session, welcome.incarnation, welcome)
+            with self._hold_lock:
+                self._life = life
+                self._holding = 0
+            self._sockets.close_idle()  # what was connected to the old life may still be on its way back
             return life
         finally:
             self._hello_lock.release()
@@ -441,16 +385,16 @@ class Session:
             me.pid_ns,
             me.boot_id,
         )
-        socket = self._open_socket()
+        socket = self._sockets.open()
         try:
-            reply = self._exchange(socket, rid, protocol.encode(hello), deadline, keeper=keeper)
-        except _NoAnswerError as failure:
+            reply = exchange(socket, rid, protocol.encode(hello), deadline, self._is_closed if keeper else None)
+        except NoAnswerError as failure:
             error = self._unavailable(hello, failure)
             if not keeper:
                 self._open_breaker(error)
             raise error from None
         finally:
-            self._discard(socket)
+            self._sockets.discard(socket)
         if isinstance(reply, Error):
             raise self._said(reply)
         if not isinstance(reply, Welcome):
@@ -467,22 +411,22 @@ class Session:
     def _start_keeper(self) -> None:
         if self._keeper is not None:
             return
-        with self._term_lock:
+        with self._keeper_lock:
             if self._keeper is None and not self._closed:
                 self._keeper = threading.Thread(target=self._keep, name="maru-session", daemon=True)
                 self._keeper.start()
 
     def _keep(self) -> None:
         """Heartbeats, probes while the server is away, touches, settling. Ends with the Goodbye."""
-        socket: _Socket | None = None
+        socket: Socket | None = None
         due = time.monotonic() + PROBE_MAX_S  # of the next heartbeat or probe
         pause = PROBE_MIN_S
         looked = False  # whether the present absence has been probed
         while not self._closed:
             wait = due - time.monotonic()
-            self._wake.wait(max(0.0, min(wait, LATE_LOOK_S) if self._late else wait))
+            self._wake.wait(max(0.0, min(wait, LATE_LOOK_S) if self._errands.waiting else wait))
             self._wake.clear()
-            if self._touches and not self._closed:
+            if self._errands.touched and not self._closed:
                 self._wake.wait(TOUCH_GATHER_S)
             if self._closed:
                 break
@@ -496,18 +440,20 @@ class Session:
                     looked, due = True, time.monotonic() + pause
                     pause = min(pause * 2, PROBE_MAX_S)
             try:
-                if socket is None and self._away is None:
-                    socket = self._open_socket()
-                if socket is not None and self._away is None:
-                    self._send_touches(socket)
-                    socket = self._settle(socket)
-                self._read_late()
+                life = self._life
+                if life is not None and self._away is None:
+                    if socket is None:
+                        socket = self._sockets.open()
+                    if not self._errands.run(life, socket, self._is_closed):
+                        self._sockets.discard(socket)
+                        socket = None
+                        due = time.monotonic()
             except Exception:
                 # Whatever it was, heartbeats must go on.
                 log.exception("%s: a note to the server at %s was lost", self.name, self.endpoint)
         self._farewell(socket)
 
-    def _probe(self, socket: _Socket | None) -> _Socket | None:
+    def _probe(self, socket: Socket | None) -> Socket | None:
         """Ask the server for a sign of life, and begin a new life where it does not know this one.
 
         Returns the socket to go on with, or None if no good answer came: then calls fail at once, for the reason given.
@@ -516,14 +462,12 @@ class Session:
         life = self._life
         try:
             if socket is None:
-                socket = self._open_socket()
+                socket = self._sockets.open()
             if life is None:
                 self._renew(None, deadline, keeper=True)
             else:
                 rid = next(self._rids)
-                reply = self._exchange(
-                    socket, rid, protocol.encode(Heartbeat(rid, life.session)), deadline, keeper=True
-                )
+                reply = exchange(socket, rid, protocol.encode(Heartbeat(rid, life.session)), deadline, self._is_closed)
                 if type(reply) is not Done or reply.incarnation != life.incarnation:
                     error = self._refusal(life, Heartbeat(rid, life.session), reply, deadline)
                     if not isinstance(error, SessionLostError):
@@ -531,7 +475,7 @@ class Session:
                     log.info("%s: the server at %s began a new life", self.name, self.endpoint)
             self._away = None
             return socket
-        except _NoAnswerError as failure:
+        except NoAnswerError as failure:
             error = self._unavailable(None, failure)
         except MaruError as failure:
             error = failure
@@ -541,129 +485,24 @@ class Session:
         if self._away is None:
             log.warning("%s: %s", self.name, error)
         self._away = error
-        self._close_idle()
+        self._sockets.close_idle()
         if socket is not None:
-            self._discard(socket)
+            self._sockets.discard(socket)
         return None
 
-    def _send_touches(self, socket: _Socket) -> None:
+    def _farewell(self, socket: Socket | None) -> None:
         life = self._life
-        gathered: dict[int, list[bytes]] = {}
-        while self._touches:
-            epoch, namespace, hashes = self._touches.popleft()
-            if life is not None and epoch == life.epoch:
-                gathered.setdefault(namespace, []).append(hashes)
-        if life is None:
-            return
-        for namespace, parts in gathered.items():
-            joined = b"".join(parts)
-            step = MAX_BATCH * HASH_BYTES
-            for start in range(0, len(joined), step):
-                with contextlib.suppress(zmq.ZMQError):
-                    message = Touch(life.session, namespace, joined[start : start + step])
-                    socket.send(protocol.encode(message), zmq.DONTWAIT)
-
-    def _settle(self, socket: _Socket) -> _Socket | None:
-        """Repeat commits and releases that found no answer. Both are idempotent; what the caller was told stays "unknown"."""
-        while self._unsettled and not self._closed:
-            life, request = self._unsettled[0]
-            if life is self._life:
-                rid = next(self._rids)
-                again = msgspec.structs.replace(request, rid=rid)
-                try:
-                    self._exchange(socket, rid, protocol.encode(again), time.monotonic() + PROBE_WAIT_S, keeper=True)
-                except _NoAnswerError:
-                    self._discard(socket)
-                    return None
-            self._unsettled.popleft()
-        return socket
-
-    def _read_late(self) -> None:
-        """Give back the slots of reserves whose reply came after their call had ended."""
-        for _ in range(len(self._late)):
-            late = self._late.popleft()
-            if late.life is not self._life:
-                self._discard(late.socket)
-                continue
-            if not late.socket.poll(0):
-                self._late.append(late)
-                continue
-            with contextlib.suppress(zmq.ZMQError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-                reply = protocol.decode_reply(late.socket.recv(zmq.DONTWAIT))
-                if type(reply) is Reserved and reply.incarnation == late.life.incarnation:
-                    kept = [i for i, status in enumerate(reply.status) if status == ReserveStatus.RESERVED]
-                    slots = b"".join(reply.slots[4 * i : 4 * i + 4] for i in kept)
-                    generations = b"".join(reply.generations[8 * i : 8 * i + 8] for i in kept)
-                    if kept:
-                        self._unsettled.append((late.life, Release(0, late.life.session, slots, generations)))
-                        self._wake.set()
-            self._discard(late.socket)
-
-    def _farewell(self, socket: _Socket | None) -> None:
-        life = self._life
-        if socket is None and life is not None and self._away is None:
-            socket = self._open_socket()
+        if life is not None and self._away is None and not self._holding:
+            with contextlib.suppress(zmq.ZMQError, ServerUnavailableError):
+                if socket is None:
+                    socket = self._sockets.open()
+                socket.send(protocol.encode(Goodbye(life.session)), zmq.DONTWAIT)
         if socket is not None:
-            if life is not None and self._away is None:
-                with contextlib.suppress(zmq.ZMQError):
-                    socket.linger = GOODBYE_LINGER_MS
-                    socket.send(protocol.encode(Goodbye(life.session)), zmq.DONTWAIT)
-            self._sockets.discard(socket)
-            socket.close()
-        while self._late:
-            self._discard(self._late.popleft().socket)
+            self._sockets.discard(socket, GOODBYE_LINGER_MS)
+        self._errands.drop()
 
-    # ------------------------------------------------------------ sockets
-
-    def _open_socket(self) -> _Socket:
-        try:
-            socket = self._context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            if self._closed:
-                raise self._closed_error() from None
-            raise ServerUnavailableError(
-                f"no socket to the Maru server ({error.strerror}): raise the limit of open files (ulimit -n)"
-            ) from error
-        self._sockets.add(socket)
-        try:
-            socket.linger = 0
-            socket.reconnect_ivl = 50
-            socket.maxmsgsize = protocol.MAX_MESSAGE_BYTES
-            socket.tcp_keepalive = 1
-            socket.ipv6 = "[" in self.endpoint
-            socket.connect(self.endpoint)
-        except BaseException:
-            self._discard(socket)
-            raise
-        return socket
-
-    def _put_back(self, socket: _Socket) -> None:
-        if len(self._free) < IDLE_SOCKETS_MAX:
-            self._free.append(socket)
-            if self._closed:
-                self._close_idle()
-        else:
-            self._discard(socket)
-
-    def _discard(self, socket: _Socket) -> None:
-        socket.close(0)
-        self._sockets.discard(socket)
-        if self._closed and not self._sockets:
-            self._end_context()
-
-    def _close_idle(self) -> None:
-        while True:
-            try:
-                socket = self._free.pop()
-            except IndexError:
-                return
-            self._discard(socket)
-
-    def _end_context(self) -> None:
-        """End the context when the last socket is closed: with one open it would wait for ever."""
-        with self._term_lock:
-            if not self._sockets and not self._context.closed:
-                self._context.term()
+    def _is_closed(self) -> bool:
+        return self._closed
 
     # ------------------------------------------------------------ errors
 
@@ -680,7 +519,7 @@ class Session:
             return ServerError(str(why), why.code)
         return type(why)(str(why))
 
-    def _unavailable(self, request: Request | None, failure: _NoAnswerError) -> MaruError:
+    def _unavailable(self, request: Request | None, failure: NoAnswerError) -> MaruError:
         if self._closed:
             return self._closed_error()
         what = f" to {type(request).__name__}" if request is not None else ""
@@ -690,7 +529,7 @@ class Session:
             "see that maru-server runs and is reached there"
         )
 
-    def _lost_error(self, life: _Life) -> SessionLostError:
+    def _lost_error(self, life: Life) -> SessionLostError:
         return SessionLostError(
             f"the Maru server at {self.endpoint} began a new life with this client (epoch {life.epoch}): "
             "open the namespace again; slots of the old life are lost"

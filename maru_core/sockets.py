@@ -1,0 +1,189 @@
+"""The sockets of one session: a free list of them, and one request with its reply on one of them.
+
+A socket carries one request at a time. One whose reply did not come in time is never used again, so that a late reply
+has nowhere to arrive. The list may be used by any number of threads; a socket only by the one that took it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import zmq
+
+from maru_core import protocol
+from maru_core.errors import ServerUnavailableError
+from maru_core.protocol import Error, Reply
+
+Socket = zmq.Socket[bytes]
+
+#: Sockets kept for later calls; more than this many calls at once open and close theirs.
+IDLE_MAX: Final = 64
+#: Pause between two attempts of the library to connect, milliseconds.
+RECONNECT_MS: Final = 50
+#: How often a waiting exchange looks whether it should give up, milliseconds.
+GIVE_UP_LOOK_MS: Final = 100
+
+
+class NoAnswerError(Exception):
+    """The time limit passed. ``garbage`` is the number of replies that could not be read."""
+
+    def __init__(self, garbage: int = 0) -> None:
+        super().__init__()
+        self.garbage = garbage
+
+
+class SocketPool:
+    """Sockets connected to one endpoint. After :meth:`shut` none is kept, and the last one to be closed ends the context."""
+
+    def __init__(self, endpoint: str) -> None:
+        """
+        Raises:
+            zmq.ZMQError: the endpoint can never be connected to.
+        """
+        self._endpoint = endpoint
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._lock = threading.Lock()
+        self._shut = False
+        # Adding to and removing from these is atomic: taking a socket costs no lock.
+        self._open: set[Socket] = set()
+        self._free: collections.deque[Socket] = collections.deque()
+        try:
+            self._free.append(self.open())
+        except zmq.ZMQError:
+            self._context.term()
+            raise
+
+    @property
+    def count(self) -> int:
+        """Open sockets, taken and free."""
+        return len(self._open)
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything is closed, threads of the library included."""
+        return self._context.closed
+
+    def open(self) -> Socket:
+        """A new socket.
+
+        Raises:
+            ServerUnavailableError: the process has no descriptors left, or the pool is shut.
+        """
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise ServerUnavailableError(
+                f"no socket to the Maru server at {self._endpoint} ({error.strerror}): raise the limit of open files (ulimit -n)"
+            ) from error
+        self._open.add(socket)
+        try:
+            socket.linger = 0
+            socket.reconnect_ivl = RECONNECT_MS
+            socket.maxmsgsize = protocol.MAX_MESSAGE_BYTES
+            socket.tcp_keepalive = 1
+            socket.ipv6 = "[" in self._endpoint
+            socket.connect(self._endpoint)
+        except BaseException:
+            self.discard(socket)
+            raise
+        return socket
+
+    def take(self) -> Socket:
+        """A socket for one call: give it back, or discard it."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self.open()
+
+    def give_back(self, socket: Socket) -> None:
+        """Only after the reply to what was sent on it."""
+        if len(self._free) >= IDLE_MAX:
+            self.discard(socket)
+            return
+        self._free.append(socket)
+        if self._shut:
+            # Whoever comes after shut() emptied the list empties it again.
+            self.close_idle()
+
+    def discard(self, socket: Socket, linger_ms: int = 0) -> None:
+        """Close a socket, and drop what it has not sent yet (after ``linger_ms`` milliseconds)."""
+        socket.close(linger_ms)
+        self._open.discard(socket)
+        if self._shut and not self._open:
+            self._end()
+
+    def close_idle(self) -> None:
+        while True:
+            try:
+                socket = self._free.pop()
+            except IndexError:
+                return
+            self.discard(socket)
+
+    def shut(self, wait_s: float) -> None:
+        """Close what is free, and wait ``wait_s`` seconds for what is taken. What is taken for longer ends the rest itself."""
+        self._shut = True
+        self.close_idle()
+        deadline = time.monotonic() + wait_s
+        while self._open and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if not self._open:
+            self._end()
+
+    def _end(self) -> None:
+        # With a socket still open this would wait for ever.
+        with self._lock:
+            if not self._context.closed:
+                self._context.term()
+
+
+def exchange(
+    socket: Socket, rid: int, data: bytes, deadline: float, given_up: Callable[[], bool] | None = None
+) -> Reply:
+    """One request and the reply that repeats its ``rid``; everything else that arrives is dropped.
+
+    Args:
+        data: the encoded request.
+        deadline: on the monotonic clock, seconds.
+        given_up: asked now and then whether to stop waiting.
+    Raises:
+        NoAnswerError: none came, or the socket failed.
+    """
+    garbage = 0
+    with contextlib.suppress(zmq.ZMQError):
+        socket.send(data, zmq.DONTWAIT)
+        while (left := deadline - time.monotonic()) > 0:
+            wait_ms = int(left * 1000) + 1
+            if given_up is not None:
+                if given_up():
+                    break
+                wait_ms = min(wait_ms, GIVE_UP_LOOK_MS)
+            # A poll, not RCVTIMEO: a signal restarts a receive with its full time limit, and a poll with the rest.
+            if not zmq.zmq_poll([(socket, zmq.POLLIN)], wait_ms):
+                continue
+            reply = read_reply(socket)
+            if reply is None:
+                garbage += 1
+            # A server that cannot read a request at all cannot repeat its rid.
+            elif reply.rid == rid or (reply.rid == 0 and type(reply) is Error):
+                return reply
+    raise NoAnswerError(garbage)
+
+
+def read_reply(socket: Socket) -> Reply | None:
+    """The reply that has arrived; None if it is not one.
+
+    Raises:
+        zmq.ZMQError: nothing has arrived.
+    """
+    data = socket.recv(zmq.DONTWAIT)
+    try:
+        return protocol.decode_reply(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
