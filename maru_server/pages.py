@@ -1,0 +1,560 @@
+"""What can be done with pages and their slots: match, reserve, commit, release, delete, clear, evict.
+
+Keeps the trees, the free slots, the reservations and the pool's directory in step with each other. Requests come here
+checked (:mod:`maru_server.state`); what remains are answers, not errors. Order matters throughout: memory is written
+so that a kill anywhere leaves nothing that could be believed wrongly, and a slot is free for others only when nobody
+may write into it any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from maru_core.pool.format import COMMITTED, RESERVED
+from maru_core.protocol import HASH_BYTES, NO_SLOT, ROOT, CommitStatus, ReserveStatus
+from maru_server.directory import OWNER_WORD, U64, PoolDirectory, Slots
+from maru_server.eviction import LruLeaves
+from maru_server.sessions import Page, Reservation, Reservations, Session
+from maru_server.slabs import Slabs
+from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, ComponentTable, PrefixTree, Rows, chain_rows
+
+#: Stands for "not known" among rows; differs from every row and from ROOT_ROW and UNKNOWN_ROW.
+_ABSENT: Final = -3
+#: Most pages evicted between two looks at how much room there is.
+_STEP: Final = 64
+#: Most pages that go to empty one extent of another slot size.
+_RECLAIM_PAGES: Final = 16384
+
+_EMPTY: Final = b""
+
+
+class Location(NamedTuple):
+    """Arrays over pages, component after component; packed as :class:`maru_core.protocol.Located` has them."""
+
+    pages: int
+    slots: bytes
+    offsets: bytes
+    generations: bytes
+    lengths: bytes
+    checksums: bytes
+
+
+class Grant(NamedTuple):
+    """One element per hash; packed as :class:`maru_core.protocol.Reserved` has them."""
+
+    status: bytes
+    slots: bytes
+    offsets: bytes
+    generations: bytes
+
+
+def split(hashes: bytes) -> list[bytes]:
+    """Packed hashes, one by one."""
+    keys: list[bytes] = np.frombuffer(hashes, f"V{HASH_BYTES}").tolist()
+    return keys
+
+
+def words(hashes: bytes) -> U64:
+    """Packed hashes as u64, shape ``(n, 4)``."""
+    return np.frombuffer(hashes, "<u8").reshape(-1, HASH_BYTES // 8)
+
+
+class Pages:
+    """All pages of a pool."""
+
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        slabs: Slabs,
+        trees: dict[int, PrefixTree],
+        reservations: Reservations,
+        incomplete_grace_ns: int,
+    ) -> None:
+        self.directory = directory
+        self.slabs = slabs
+        self.trees = trees
+        self.reservations = reservations
+        self.leaves = LruLeaves(trees, incomplete_grace_ns)
+        self.counts: Counter[str] = Counter()
+        #: More memory is on its way: a reserve that finds none says "no room" instead of evicting.
+        self.may_grow = False
+        for tree in trees.values():
+            for row in np.flatnonzero(tree.child[: tree.size] < 0).tolist():
+                self.leaves.offer(tree, row)
+
+    # ------------------------------------------------------------ match
+
+    def match(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
+        """The longest prefix of ``keys`` that is whole in all components, and where ``shard`` of it lies."""
+        found: list[Any] = list(map(tree.rows.get, keys))
+        pages = found.index(None) if None in found else len(found)
+        rows = np.array(found[:pages], np.int64)
+        columns = []
+        for component in components:
+            table = None if component is None else tree.tables.get(component)
+            if table is None:
+                return Location(0, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+            held, whole = self._of_shard(table, shard, rows)
+            if not whole.all():
+                pages = int(whole.argmin())
+                rows = rows[:pages]
+            columns.append((table, held))
+        slots = [held[:pages] - np.uint32(1) for _, held in columns]
+        lengths = [table.length[rows] for table, _ in columns]
+        if len(columns) == 1:
+            return self._locate(pages, slots[0], lengths[0])
+        return self._locate(pages, np.concatenate(slots), np.concatenate(lengths))
+
+    def match_each(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
+        """As :meth:`match`, each page for itself: one element per key, NO_SLOT where the page is not whole."""
+        count = len(keys)
+        rows = chain_rows(tree, keys, _ABSENT)
+        index = np.flatnonzero(rows >= 0)
+        rows = rows[index]
+        tables = [None if component is None else tree.tables.get(component) for component in components]
+        held_by: list[npt.NDArray[np.uint32]] = []
+        for table in tables:
+            if table is None:
+                index, rows, held_by = index[:0], rows[:0], [held[:0] for held in held_by]
+                held_by.append(np.empty(0, np.uint32))
+                continue
+            held, whole = self._of_shard(table, shard, rows)
+            index, rows, held_by = index[whole], rows[whole], [earlier[whole] for earlier in held_by]
+            held_by.append(held[whole])
+        located = self._locate(
+            len(index),
+            np.concatenate(held_by) - np.uint32(1),
+            np.concatenate([np.empty(0, np.uint64) if table is None else table.length[rows] for table in tables]),
+        )
+        everywhere = np.concatenate([index + count * number for number in range(len(tables))])
+        total = count * len(tables)
+
+        def spread(packed: bytes, dtype: str, absent: int) -> bytes:
+            column = np.full(total, absent, dtype)
+            column[everywhere] = np.frombuffer(packed, dtype)
+            return column.tobytes()
+
+        return Location(
+            located.pages,
+            spread(located.slots, "<u4", NO_SLOT),
+            *(spread(packed, "<u8", 0) for packed in located[2:]),
+        )
+
+    @staticmethod
+    def _of_shard(
+        table: ComponentTable, shard: int, rows: Rows
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """(slot + 1 of the rows' objects that a reader of ``shard`` wants, which rows are whole and have one).
+
+        Where ranks hold replicas (world 1) all of them want the one object that there is."""
+        column = table.slots.get(shard)
+        held = column[rows] if column is not None else np.zeros(len(rows), np.uint32)
+        whole = table.whole(rows)
+        if shard:
+            single = (table.world[rows] == 1) & whole
+            if single.any():
+                held[single] = table.slots[0][rows[single]]
+        if not held.all():
+            whole &= held > 0
+        return held, whole
+
+    def _locate(self, pages: int, slots: npt.NDArray[np.uint32], lengths: U64) -> Location:
+        directory = self.directory
+        return Location(
+            pages,
+            slots.tobytes(),
+            directory.offsets(slots).tobytes(),
+            directory.generations[slots].tobytes(),
+            lengths.tobytes(),
+            directory.checksums[slots].tobytes(),
+        )
+
+    # ------------------------------------------------------------ reserve
+
+    def reserve(
+        self,
+        session: Session,
+        tree: PrefixTree,
+        component: int,
+        shard: int,
+        world: int,
+        parent: bytes,
+        hashes: bytes,
+        keys: list[bytes],
+        nbytes: int,
+        *,
+        time: float,
+        deadline: float,
+        now_ns: int,
+    ) -> Grant:
+        """A slot for each object that is neither there nor on its way. ``keys`` are distinct, without ``parent``."""
+        count = len(keys)
+        above = ROOT_ROW if parent == ROOT else tree.rows.get(parent, _ABSENT)
+        rows = chain_rows(tree, keys, _ABSENT)
+        known = np.flatnonzero(rows != _ABSENT)
+        status = np.zeros(count, np.uint8)
+        loose: list[int] = []
+        if len(known):
+            loose = self._judge(tree, above, rows, known, status, component, shard, world, nbytes)
+            tree.last_use[rows[known]] = now_ns
+            wanted = np.flatnonzero(status == ReserveStatus.RESERVED)
+        else:
+            wanted = np.arange(count)
+
+        slot_bytes = self.slabs.slot_bytes(nbytes)
+        pinned = None
+        if self.reservations.full():
+            slots = np.empty(0, np.uint32)
+        else:
+            if self.slabs.available(slot_bytes) < len(wanted) and not self.may_grow:
+                # What this very batch builds on must not be evicted to make room for it.
+                pinned = rows[known] if above < 0 else np.append(rows[known], above)
+                tree.pending[pinned] += np.uint32(1)
+                self._make_room(slot_bytes, len(wanted), now_ns)
+            slots = self.slabs.allocate(slot_bytes, len(wanted))
+        given = wanted[: len(slots)]
+        status[wanted[len(slots) :]] = ReserveStatus.NO_ROOM
+        generations = np.zeros(count, np.uint64)
+        all_slots = np.full(count, NO_SLOT, np.uint32)
+        offsets = np.zeros(count, np.uint64)
+        if len(given):
+            self._grow(tree, above, parent, rows, given, keys, loose, now_ns)
+            mine = rows[given]
+            everything = words(parent + hashes)
+            granted = self.directory.reserve(
+                slots,
+                namespace=tree.number,
+                component=component,
+                shard=shard,
+                world=world,
+                length=nbytes,
+                hashes=everything[given + 1],
+                parents=everything[given],
+                owner=session.number,
+                now_ns=now_ns,
+            )
+            tree.hold(component, shard, mine, slots, world, nbytes)
+            reservation = self.reservations.add(
+                session, slots, granted, Page(tree, component, shard, mine), time, deadline
+            )
+            reservation.remember_blobs()
+            all_slots[given] = slots
+            generations[given] = granted
+            offsets[given] = self.directory.offsets(slots)
+        if pinned is not None:
+            tree.pending[pinned] -= np.uint32(1)
+            self._offer(tree, tree.prune(pinned.tolist()))
+        self.counts["reserved"] += len(given)
+        self.counts["no_room"] += len(wanted) - len(given)
+        return Grant(status.tobytes(), all_slots.tobytes(), offsets.tobytes(), generations.tobytes())
+
+    def _judge(
+        self,
+        tree: PrefixTree,
+        above: int,
+        rows: Rows,
+        known: npt.NDArray[np.intp],
+        status: npt.NDArray[np.uint8],
+        component: int,
+        shard: int,
+        world: int,
+        nbytes: int,
+    ) -> list[int]:
+        """Fill in the status of known pages; RESERVED where they still need this object.
+
+        Returns the indices of *loose* pages: hollow rows that had no parent and now get one."""
+        expected = np.concatenate([[above], rows[:-1]])[known]
+        actual = tree.parent[rows[known]]
+        is_loose = actual == UNKNOWN_ROW
+        wrong = (actual != expected) & ~is_loose
+        loose: list[int] = []
+        if is_loose.any():
+            # The first page of the batch that hangs in the tree already says where the top is; a loose page that is
+            # itself that top would hang below itself.
+            top = tree.root(above) if above >= 0 else _ABSENT
+            wrong |= is_loose & (rows[known] == top)
+            loose = known[is_loose].tolist()
+        if wrong.any():
+            # A chain that contradicts what is known: what follows rests on the contradiction.
+            end = int(known[wrong.argmax()])
+            status[end:] = ReserveStatus.CONFLICT
+            loose = [index for index in loose if index < end]
+            known = known[known < end]
+        table = tree.tables.get(component)
+        if table is None or not len(known):
+            return loose
+        at = rows[known]
+        differs = (table.held[at] > 0) & ((table.world[at] != world) | (table.length[at] != nbytes))
+        status[known[differs]] = ReserveStatus.CONFLICT
+        column = table.slots.get(shard)
+        if column is not None:
+            held = column[at]
+            taken = np.flatnonzero((held > 0) & ~differs)
+            committed = self.directory.states[held[taken] - np.uint32(1)] == COMMITTED
+            status[known[taken]] = np.where(committed, ReserveStatus.EXISTS, ReserveStatus.BUSY)
+        return loose
+
+    def _grow(
+        self,
+        tree: PrefixTree,
+        above: int,
+        parent: bytes,
+        rows: Rows,
+        given: npt.NDArray[np.intp],
+        keys: list[bytes],
+        loose: list[int],
+        now_ns: int,
+    ) -> None:
+        """Make rows for the given pages that have none (in place in ``rows``), and link loose ones."""
+        new = given[rows[given] == _ABSENT]
+        linked = set(loose).intersection(given.tolist()) if loose else ()
+        if not len(new) and not linked:
+            return
+        first = min(int(new[0]) if len(new) else len(rows), min(linked, default=len(rows)))
+        if first == 0 and above == _ABSENT:
+            above = int(tree.add_chain([parent], UNKNOWN_ROW, now_ns)[0])
+        if not linked:
+            # Without loose pages, what follows a new page is new too: one run.
+            start, end = int(new[0]), int(new[-1]) + 1
+            assert end - start == len(new)
+            before = int(rows[start - 1]) if start else above
+            rows[start:end] = tree.add_chain(keys[start:end], before, now_ns)
+            return
+        for index in sorted([*new.tolist(), *linked]):
+            before = int(rows[index - 1]) if index else above
+            if index in linked:
+                tree.link(int(rows[index]), before)
+            else:
+                rows[index] = tree.add_chain([keys[index]], before, now_ns)[0]
+
+    # ------------------------------------------------------------ commit, release
+
+    def commit(
+        self, session: Session, slots_blob: bytes, generations_blob: bytes, checksums_blob: bytes, now_ns: int
+    ) -> bytes:
+        """Publish what this session reserved; says per slot what became of it. Repeating it changes nothing."""
+        slots = np.frombuffer(slots_blob, "<u4")
+        checksums = np.frombuffer(checksums_blob, "<u8") if checksums_blob else None
+        if not len(slots):
+            return _EMPTY
+        reservation = self.reservations.of_slot(int(slots[0]))
+        if (
+            reservation is not None
+            and reservation.session is session
+            and reservation.page is not None
+            and reservation.remaining == len(slots)
+            and reservation.slots_blob == slots_blob
+            and reservation.generations_blob == generations_blob
+        ):
+            self._publish(reservation, reservation.page, reservation.page.rows, reservation.slots, checksums, now_ns)
+            return bytes(len(slots))  # all CommitStatus.COMMITTED
+        generations = np.frombuffer(generations_blob, "<u8")
+        for reservation, index, at in self._held_by(session, slots, generations):
+            mine = reservation.slots[index]
+            if reservation.page is None:
+                self._take_back(reservation, mine)
+            else:
+                some = None if checksums is None else checksums[at]
+                self._publish(reservation, reservation.page, reservation.page.rows[index], mine, some, now_ns)
+        directory = self.directory
+        stored = directory.states[slots] == COMMITTED
+        stored &= directory.generations[slots] == generations
+        stored &= directory.words[slots, OWNER_WORD] == session.number
+        self.counts["lost"] += int(len(slots) - stored.sum())
+        return np.where(stored, CommitStatus.COMMITTED, CommitStatus.LOST).astype(np.uint8).tobytes()
+
+    def release(self, session: Session, slots_blob: bytes, generations_blob: bytes) -> int:
+        """Take back what this session reserved and will not write any more; says how many slots."""
+        count = 0
+        slots, generations = np.frombuffer(slots_blob, "<u4"), np.frombuffer(generations_blob, "<u8")
+        for reservation, index, _ in self._held_by(session, slots, generations):
+            self._take_back(reservation, reservation.slots[index], index)
+            count += len(index)
+        return count
+
+    def _held_by(
+        self, session: Session, slots: Slots, generations: U64
+    ) -> list[tuple[Reservation, npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+        """The session's reservations among (slot, generation) pairs: each with the indices into its arrays, in its
+        own order and each once, and the indices into ``slots``."""
+        numbers = self.reservations.numbers(slots)
+        numbers[self.directory.generations[slots] != generations] = 0
+        found = []
+        for number in np.unique(numbers[numbers > 0]).tolist():
+            reservation = self.reservations.get(number)
+            if reservation.session is session:
+                at = np.flatnonzero(numbers == number)
+                index, first = np.unique(self.reservations.index(reservation, slots[at]), return_index=True)
+                found.append((reservation, index, at[first]))
+        return found
+
+    def _publish(
+        self, reservation: Reservation, page: Page, rows: Rows, slots: Slots, checksums: U64 | None, now_ns: int
+    ) -> None:
+        self.directory.commit(slots, checksums)
+        self.reservations.settle(reservation, slots)
+        tree = page.tree
+        tree.publish(page.component, rows, now_ns)
+        self.counts["committed"] += len(rows)
+        self._offer(tree, rows[tree.child[rows] < 0].tolist())
+
+    # ------------------------------------------------------------ reservations that end
+
+    def end(self, reservation: Reservation) -> None:
+        """Nobody writes into it any more: its slots are free."""
+        index = self.reservations.open(reservation)
+        self._take_back(reservation, reservation.slots[index], index)
+
+    def quarantine(self, reservation: Reservation, time: float, deadline: float) -> None:
+        """It can no longer be committed, but somebody may still write: its slots are nobody's until ``deadline``."""
+        assert reservation.page is not None
+        page = reservation.page
+        index = self.reservations.open(reservation)
+        self._detach(reservation, page, index, time, deadline)
+        self._offer(page.tree, page.tree.prune(page.rows[index][::-1].tolist()))
+
+    def _detach(
+        self, reservation: Reservation, page: Page, index: npt.NDArray[np.intp], time: float, deadline: float
+    ) -> None:
+        """Take some slots of a live reservation off their pages, whose rows stay."""
+        page.tree.let_go(page.component, page.shard, page.rows[index])
+        slots, generations = reservation.slots[index], reservation.generations[index]
+        session = reservation.session
+        self.reservations.settle(reservation, slots)
+        self.reservations.add(session, slots, generations, None, time, deadline)
+        self.counts["quarantined"] += len(slots)
+
+    def _take_back(self, reservation: Reservation, slots: Slots, index: npt.NDArray[np.intp] | None = None) -> None:
+        page = reservation.page
+        self.reservations.settle(reservation, slots)
+        if page is not None:
+            assert index is not None
+            page.tree.let_go(page.component, page.shard, page.rows[index])
+            self._offer(page.tree, page.tree.prune(page.rows[index][::-1].tolist()))
+        self._free(slots)
+
+    def _free(self, slots: Slots) -> None:
+        self.directory.free(slots)
+        self.slabs.release(slots)
+
+    def _offer(self, tree: PrefixTree, rows: Iterable[int]) -> None:
+        for row in rows:
+            self.leaves.offer(tree, row)
+
+    # ------------------------------------------------------------ removal
+
+    def delete(self, tree: PrefixTree, keys: list[bytes], time: float, deadline: float) -> int:
+        """Remove pages and all that continue them; says how many objects went."""
+        rows = [row for row in map(tree.rows.get, keys) if row is not None]
+        order = tree.below(rows)
+        self._detach_writers(tree, np.array(order, np.int64), time, deadline)
+        removed = self._remove(tree, order)
+        self.counts["deleted"] += removed
+        return removed
+
+    def clear(self, tree: PrefixTree, time: float, deadline: float) -> int:
+        """Remove every page of a namespace; says how many objects went."""
+        for reservation in list(self.reservations.live.values()):
+            page = reservation.page
+            if page is not None and page.tree is tree:
+                self._detach(reservation, page, self.reservations.open(reservation), time, deadline)
+        slots = tree.strip_all()
+        self._free(slots)
+        self.leaves.forget(tree.number)
+        self.trees[tree.number] = PrefixTree(tree.number)
+        self.counts["deleted"] += len(slots)
+        return len(slots)
+
+    def _detach_writers(self, tree: PrefixTree, rows: Rows, time: float, deadline: float) -> None:
+        """What is being written for these rows is lost to its writers."""
+        rows = rows[tree.pending[rows] > 0]
+        for table in tree.tables.values():
+            for column in table.slots.values():
+                held = column[rows]
+                slots = held[held > 0] - np.uint32(1)
+                numbers = self.reservations.numbers(slots)
+                for number in np.unique(numbers[numbers > 0]).tolist():
+                    reservation = self.reservations.get(number)
+                    assert reservation.page is not None
+                    index = np.sort(self.reservations.index(reservation, slots[numbers == number]))
+                    self._detach(reservation, reservation.page, index, time, deadline)
+
+    def _remove(self, tree: PrefixTree, order: list[int]) -> int:
+        """Remove rows, children before parents, with all their objects; returns how many objects."""
+        exposed = [tree.remove(row) for row in order]
+        slots = tree.strip(np.array(order, np.int64))
+        self._free(slots)
+        self._offer(tree, tree.prune(row for row in exposed if row >= 0))
+        return len(slots)
+
+    # ------------------------------------------------------------ eviction
+
+    def evict(self, pages: int, short: Callable[[], int], now_ns: int) -> int:
+        """Evict up to ``pages`` leaves while ``short()`` slots are wanting; says how many pages went."""
+        evicted = 0
+        while evicted < pages and (wanting := short()) > 0:
+            # A page frees all its objects: taking as many pages as slots are wanting would take too many.
+            known = sum(map(len, self.trees.values()))
+            objects = max(1, self.slabs.used_slots() // max(1, known))
+            step = self._evict(max(1, min(_STEP, pages - evicted, wanting // objects)), now_ns)
+            if not step:
+                break
+            evicted += step
+        return evicted
+
+    def _evict(self, pages: int, now_ns: int) -> int:
+        victims: dict[int, list[int]] = {}
+        count = 0
+        while count < pages:
+            victim = self.leaves.next(now_ns)
+            if victim is None:
+                break
+            tree, row = victim
+            victims.setdefault(tree.number, []).append(row)
+            self._offer(tree, tree.prune([parent] if (parent := tree.remove(row)) >= 0 else []))
+            count += 1
+        for number, rows in victims.items():
+            slots = self.trees[number].strip(np.array(rows, np.int64))
+            self._free(slots)
+            self.counts["evicted_objects"] += len(slots)
+        self.counts["evicted_pages"] += count
+        return count
+
+    def _make_room(self, slot_bytes: int, count: int, now_ns: int) -> None:
+        """Try to have ``count`` free slots, with work in proportion to ``count``."""
+
+        def short() -> int:
+            return count - self.slabs.available(slot_bytes)
+
+        if self.slabs.used(slot_bytes):
+            self.evict(2 * count + _STEP, short, now_ns)
+        # Old pages of other sizes may leave no whole extent free, however many go: empty one extent after another.
+        while short() > 0 and self._reclaim(slot_bytes):
+            pass
+
+    def _reclaim(self, slot_bytes: int) -> bool:
+        """Empty an extent of another slot size, one with few objects; False if none can be."""
+        for slots in self.slabs.fewest_used(but=slot_bytes):
+            states = self.directory.states[slots]
+            if (states == RESERVED).any():
+                continue
+            records = self.directory.records[slots[states == COMMITTED]]
+            orders = {}
+            for number in np.unique(records["namespace"]).tolist():
+                tree = self.trees[number]
+                keys = records["page_hash"][records["namespace"] == number].tolist()
+                orders[number] = tree.below(map(tree.rows.__getitem__, keys))
+            if sum(map(len, orders.values())) > _RECLAIM_PAGES or any(
+                self.trees[number].pending[order].any() for number, order in orders.items()
+            ):
+                continue
+            for number, order in orders.items():
+                self.counts["evicted_pages"] += len(order)
+                self.counts["evicted_objects"] += self._remove(self.trees[number], order)
+            return True
+        return False
