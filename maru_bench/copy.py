@@ -36,6 +36,7 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from rich import box
 from rich.table import Table
 
 from maru_bench.servers import MaruServer, scratch_directory
@@ -54,6 +55,9 @@ TARGET_BYTES: Final = 16 << 20
 _SAMPLE_BYTES: Final = 16 << 20
 _SAMPLE_CALLS: Final = 64
 _FRAGMENTS: Final = 2
+#: Longest that the pool is waited for before the first measurement, seconds; and how often it is looked at.
+_WARM_S: Final = 60.0
+_POLL_S: Final = 0.02
 _PEERS: Final = ("maru", "memcpy", "file")
 _OPERATIONS: Final = ("store", "load")
 #: Three times the largest batch is held: pool, mapping, files; once more for the engine's buffer.
@@ -130,11 +134,16 @@ class CopyResult(msgspec.Struct, frozen=True, kw_only=True):
         return all(row.met is not False for row in self.rows)
 
     def table(self) -> Table:
-        table = Table(title=f"GB/s through Maru, beside memcpy and one file per page (medians of {self.repeats})")
+        table = Table(
+            title=f"GB/s through Maru, beside memcpy and one file per page (medians of {self.repeats})",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
+        )
         table.add_column("")
-        for name in ("page", "batch", "bytes", "Maru", "memcpy", "file", "/ memcpy", "/ file"):
-            table.add_column(name, justify="right")
-        table.add_column(f"target {TARGET}")
+        for name in ("page", "batch", "bytes", "Maru", "memcpy", "file", "Maru /\nmemcpy", "Maru /\nfile"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(f"target\n{TARGET} memcpy", no_wrap=True)
         for row in self.rows:
             table.add_row(
                 row.operation,
@@ -200,6 +209,27 @@ class _MaruPeer:
             name="maru-bench copy",
             object_bytes=page_bytes,
         )
+
+    def warm(self, engine: EngineBuffer, page_bytes: int, total_bytes: int) -> None:
+        """Store ``total_bytes`` once, so that the server has given that much of the pool its memory, and remove it.
+
+        A server gives a pool memory as it fills and refuses what comes faster; here it is waited for.
+
+        Raises:
+            MaruError: nothing could be stored for a long time.
+        """
+        self.begin(total_bytes // page_bytes, 1, page_bytes)
+        deadline = time.monotonic() + _WARM_S
+        for index in range(total_bytes // page_bytes):
+            while True:
+                try:
+                    self.store(index, engine.pages(0, 1, page_bytes, 1))
+                    break
+                except MaruError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_POLL_S)
+        self.end()
 
     def begin(self, batches: int, batch: int, page_bytes: int) -> None:
         self._sizes = np.full(_FRAGMENTS, page_bytes // _FRAGMENTS, np.uint64)
@@ -309,6 +339,8 @@ def run(options: CopyOptions, narrate: Callable[[str], None]) -> CopyResult:
         file = _FilePeer(shared / "pages")
         maru = _MaruPeer(server.endpoint, options.threads, max(options.page_bytes))
         stack.callback(maru.close)
+        narrate("warming the pool")
+        maru.warm(engine, max(options.page_bytes), largest)
         peers: dict[str, _Peer] = {"maru": maru, "memcpy": memcpy, "file": file}
         for size in options.page_bytes:
             for batch in options.batches:

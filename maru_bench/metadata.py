@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from maru_bench.copy import BENCH_NAMESPACE, describe_machine
@@ -37,7 +38,10 @@ TARGET_WRITE: Final = 4.5
 TARGET_VALIDATION_US: Final = 15.0
 
 _OBJECT_BYTES: Final = 16 << 10
-_FILL_PAGES: Final = 512
+#: Pages of one chain of the filling: they fit in one extent.
+_FILL_PAGES: Final = 64
+_FILL_S: Final = 60.0
+_POLL_S: Final = 0.02
 #: Chains that are asked for in turn, so that not the same pages are asked for each time.
 _CHAINS: Final = 16
 _VALIDATIONS: Final = 2000
@@ -131,11 +135,16 @@ class MetadataResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.validation_met and all(row.met is not False for row in self.rows)
 
     def tables(self) -> list[Table]:
-        calls = Table(title=f"calls to the server beside a bare ZeroMQ echo (medians of {self.repeats}, microseconds)")
-        calls.add_column("")
-        for name in ("pages", "bytes out", "bytes back", "Maru", "echo", "echoes"):
-            calls.add_column(name, justify="right")
-        calls.add_column("target")
+        calls = Table(
+            title=f"calls to the server beside a bare ZeroMQ echo (medians of {self.repeats})",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
+        )
+        calls.add_column("", no_wrap=True)
+        for name in ("pages", "bytes\nout", "bytes\nback", "Maru\nµs", "echo\nµs", "Maru in\nechoes"):
+            calls.add_column(name, justify="right", no_wrap=True)
+        calls.add_column("target", no_wrap=True)
         for row in self.rows:
             calls.add_row(
                 row.operation,
@@ -147,7 +156,7 @@ class MetadataResult(msgspec.Struct, frozen=True, kw_only=True):
                 f"{row.echoes:.2f}",
                 "-" if row.target is None else f"<= {row.target:g}: {_met(row.met)}",
             )
-        other = Table(title="also")
+        other = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         other.add_column("")
         other.add_column("", justify="right")
         other.add_column("target")
@@ -186,11 +195,39 @@ class _Client:
     def reserve(self, hashes: bytes) -> protocol.Reserved:
         return self.session.reserve(self.namespace, "kv", 0, 1, ROOT, hashes, _OBJECT_BYTES)
 
+    def fill(self, pages: int) -> list[bytes]:
+        """Store ``pages`` new pages, waiting where the server has yet to give the pool memory; returns their chains.
+
+        Raises:
+            MaruError: the server had no room for a long time.
+        """
+        chains = []
+        deadline = time.monotonic() + _FILL_S
+        for start in range(0, pages, _FILL_PAGES):
+            chain = os.urandom(HASH_BYTES * min(_FILL_PAGES, pages - start))
+            while True:
+                reserved = self.reserve(chain)
+                if ReserveStatus.NO_ROOM not in reserved.status or time.monotonic() > deadline:
+                    break
+                self.session.release(*_kept(reserved))
+                time.sleep(_POLL_S)
+            _require(reserved.status, ReserveStatus.RESERVED, "reserve")
+            self.session.commit(reserved.slots, reserved.generations)
+            chains.append(chain)
+        return chains
+
     def store(self, hashes: bytes) -> None:
         """Reserve and commit; nothing is copied into the slots."""
         reserved = self.reserve(hashes)
         _require(reserved.status, ReserveStatus.RESERVED, "reserve")
         _require(self.session.commit(reserved.slots, reserved.generations).status, CommitStatus.COMMITTED, "commit")
+
+
+def _kept(reserved: protocol.Reserved) -> tuple[bytes, bytes]:
+    """Slots and generations of what was reserved."""
+    mine = np.frombuffer(reserved.status, np.uint8) == ReserveStatus.RESERVED
+    slots, generations = np.frombuffer(reserved.slots, "<u4"), np.frombuffer(reserved.generations, "<u8")
+    return slots[mine].tobytes(), generations[mine].tobytes()
 
 
 def _require(status: bytes, wanted: int, what: str) -> None:
@@ -205,7 +242,7 @@ def run(options: MetadataOptions, narrate: Callable[[str], None]) -> MetadataRes
         MaruError: a process did not start or a call failed.
     """
     slots = options.resident + (_CHAINS + 2) * max(options.pages) + TARGET_PAGES
-    size = max(64, (slots * _OBJECT_BYTES * 5 // 4 >> 20) + 32)
+    size = max(64, (slots * _OBJECT_BYTES * 4 // 3 >> 20) + 32)
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(scratch_directory())
         server = MaruServer(scratch, size=f"{size}M", keep_pool=True)
@@ -218,8 +255,11 @@ def run(options: MetadataOptions, narrate: Callable[[str], None]) -> MetadataRes
         with contextlib.closing(Session(server.endpoint, name="maru-bench metadata", timeout_s=10.0)) as session:
             client = _Client(session)
             narrate(f"filling it with {options.resident} pages")
-            for start in range(0, options.resident, _FILL_PAGES):
-                client.store(os.urandom(HASH_BYTES * min(_FILL_PAGES, options.resident - start)))
+            client.fill(options.resident)
+            # As many again as are ever held at once, so that the pool has memory for them; then away with them.
+            spare = client.fill(slots - options.resident)
+            for chain in spare:
+                session.delete(client.namespace, chain[:HASH_BYTES])
             rows = []
             for pages in options.pages:
                 narrate(f"{pages} pages")
