@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import ipaddress
 import os
 import socket as stdlib_socket
@@ -33,7 +35,9 @@ def check_endpoint(bind: str, *, insecure: bool) -> None:
             # Also abstract sockets (ipc://@name), which have no owner and no permissions.
             raise ConfigError(f"--bind is {bind!r}: give the absolute path of a socket file, ipc:///path/to/socket")
         if len(os.fsencode(path)) > SOCKET_PATH_MAX:
-            raise ConfigError(f"--bind is {bind!r}: its path is longer than {SOCKET_PATH_MAX} bytes, give a shorter one")
+            raise ConfigError(
+                f"--bind is {bind!r}: its path is longer than {SOCKET_PATH_MAX} bytes, give a shorter one"
+            )
     elif bind.startswith("tcp://"):
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
@@ -57,28 +61,45 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def bind(router: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind, and return the endpoint as clients name it (with the port that a wildcard port became).
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """What was bound. ``name`` is the endpoint as clients name it (with the port that a wildcard port became)."""
+
+    name: str
+    path: Path | None = None
+    inode: int = 0
+
+    def remove(self) -> None:
+        """Remove the socket file, which the library leaves behind, unless another server has put its own there."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                if self.path.lstat().st_ino == self.inode:
+                    self.path.unlink()
+
+
+def bind(router: zmq.Socket[bytes], endpoint: str) -> Bound:
+    """Bind a checked endpoint.
 
     Raises:
         ConfigError: it cannot be bound; the message says why and what to do.
     """
     try:
         if endpoint.startswith("ipc://"):
-            _clear_way(Path(endpoint.removeprefix("ipc://")))
+            path = Path(endpoint.removeprefix("ipc://"))
+            _clear_way(path)
             before = os.umask(_SOCKET_UMASK)
             try:
                 router.bind(endpoint)
             finally:
                 os.umask(before)
-        else:
-            router.ipv6 = "[" in endpoint
-            router.bind(endpoint)
+            return Bound(endpoint, path, path.lstat().st_ino)
+        router.ipv6 = "[" in endpoint
+        router.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"--bind is {endpoint!r} and cannot be bound ({error.strerror}): is another server there? Give another endpoint"
         ) from error
-    return router.last_endpoint.rstrip(b"\0").decode()
+    return Bound(router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
 
 def _clear_way(path: Path) -> None:

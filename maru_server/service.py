@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import zmq
@@ -22,7 +22,7 @@ from maru_core import protocol
 from maru_core.errors import PoolError
 from maru_core.pool import PoolMemory
 from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Reply, Request
-from maru_server.endpoint import bind, check_endpoint
+from maru_server.endpoint import Bound, bind, check_endpoint
 from maru_server.state import ServerState
 
 log = logging.getLogger("maru.server")
@@ -78,6 +78,7 @@ class Service:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._provisioner = _Provisioner(memory, self._wake_up)
         self._told_ready = 0
+        self._bound: Bound | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         try:
@@ -93,8 +94,9 @@ class Service:
             for extent in range(min(FIRST_EXTENTS, memory.geometry.extent_count)):
                 self._provisioner.provision(extent)
             self._tell_ready(time.monotonic())
+            self._bound = bind(self._router, endpoint)
             #: Where clients reach this server.
-            self.endpoint = bind(self._router, endpoint)
+            self.endpoint = self._bound.name
         except BaseException:
             self.close()
             raise
@@ -103,9 +105,10 @@ class Service:
         """Serve until :meth:`stop` or, with ``idle_exit_s``, until nobody has been here for that long."""
         router = self._router
         receive = router.recv_multipart
+        option = router.getsockopt
         serve = self._serve
         clock = time.monotonic
-        watched = [(router, zmq.POLLIN), (self._wake, zmq.POLLIN)]
+        watched: list[tuple[Any, int]] = [(router, zmq.POLLIN), (self._wake, zmq.POLLIN)]
         self._provisioner.start()
         now = clock()
         tick_at = now
@@ -127,7 +130,7 @@ class Service:
                 tick_at = now + self._tick_idle_s
             served = 0
             # Asking for what has arrived before waiting saves a system call under load.
-            while served < BURST and router.events & zmq.POLLIN:
+            while served < BURST and cast(int, option(zmq.EVENTS)) & zmq.POLLIN:
                 try:
                     frames = receive(zmq.DONTWAIT)
                 except zmq.Again:
@@ -135,6 +138,8 @@ class Service:
                 serve(frames, now)
                 served += 1
             if served:
+                # Not only at ticks: a burst of stores uses up what is ready within milliseconds.
+                self._provisioner.want(self._state.wanted_extents(now))
                 tick_at = min(tick_at, now + TICK_BUSY_S)
                 if served == BURST:
                     continue
@@ -154,8 +159,11 @@ class Service:
         self._stopping = True
         self._provisioner.stop()
         self._router.close(0)
-        # The socket file goes with the context's end, and must be gone before the pool's lock is: who gets the lock binds.
         self._context.term()
+        if self._bound is not None:
+            # Before the pool's lock is let go: whoever gets that binds next.
+            self._bound.remove()
+            self._bound = None
         if self._wake >= 0:
             wake, self._wake = self._wake, -1
             os.close(wake)
