@@ -57,9 +57,9 @@ T = TypeVar("T")
 BoolArray = npt.NDArray[np.bool_]
 U64Array = npt.NDArray[np.uint64]
 
-#: How long a put waits for another session that is writing the same page, seconds. Two servers that compute the same
-#: prompt at once meet here; the copy that they wait for takes milliseconds.
-BUSY_WAIT_S = 0.25
+#: How long a put waits for another session that is writing the same page, or for room that is being made, seconds. Two
+#: servers that compute the same prompt at once meet here; what they wait for takes milliseconds.
+LATER_S = 0.25
 
 
 class _Life(msgspec.Struct, frozen=True):
@@ -431,23 +431,26 @@ class Store:
         count = len(hashes) // HASH_BYTES
         stored = np.zeros(count, bool)
         first, last = 0, count  # the span still to be stored
-        deadline = time.monotonic() + BUSY_WAIT_S
+        deadline = time.monotonic() + LATER_S
         pause = 0.002
         while True:
             before = parent if first == 0 else _hash_at(hashes, first - 1)
             chunk = hashes[first * HASH_BYTES : last * HASH_BYTES]
             part = fragments if last - first == count else fragments.select(slice(first, last))
             status = self._put_once(life, component, shard, world, before, chunk, part, stored[first:last])
-            busy = np.flatnonzero(status == ReserveStatus.BUSY)
-            if not len(busy):
+            later = np.flatnonzero((status == ReserveStatus.BUSY) | (status == ReserveStatus.NO_ROOM))
+            if not len(later):
                 break
             if time.monotonic() >= deadline:
-                self._count(refused_busy=len(busy))
+                self._count(
+                    refused_busy=int((status == ReserveStatus.BUSY).sum()),
+                    refused_no_room=int((status == ReserveStatus.NO_ROOM).sum()),
+                )
                 break
-            # Another session is writing these very pages: it is about to commit, or to die.
+            # Another session is writing these very pages and is about to commit, or to die; or room is being made.
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
-            first, last = first + int(busy[0]), first + int(busy[-1]) + 1
+            first, last = first + int(later[0]), first + int(later[-1]) + 1
         return stored
 
     def _put_once(
@@ -475,7 +478,6 @@ class Store:
         mine = np.flatnonzero(status == ReserveStatus.RESERVED)
         self._count(
             existing_pages=int(fresh.sum()),
-            refused_no_room=int((status == ReserveStatus.NO_ROOM).sum()),
             refused_conflict=int((status == ReserveStatus.CONFLICT).sum()),
         )
         if not len(mine):

@@ -45,6 +45,9 @@ def hashes(count: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(32 * count)
 
 
+_in_use: list[np.ndarray] = []
+
+
 @dataclass
 class Pages:
     """``count`` engine pages of ``len(sizes)`` fragments in one buffer, fragment by fragment, like K and V apart."""
@@ -65,6 +68,8 @@ class Pages:
 
     @property
     def fragments(self) -> Fragments:
+        # Fragments are addresses: the buffers must outlive them, also where a test keeps only the fragments.
+        _in_use.extend(self.data)
         addresses = np.stack(
             [
                 part.ctypes.data + np.arange(self.count, dtype=np.uint64) * size

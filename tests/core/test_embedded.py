@@ -69,7 +69,7 @@ def test_first_starts_it_later_ones_find_it_and_it_goes_away(starter: Starter) -
     second.close()
     await_condition(lambda: not server_pids(starter), "the server ends after its last client")
     await_condition(lambda: not starter._pool_path.exists(), "its pool is gone")
-    assert not starter.socket.exists()
+    await_condition(lambda: not starter.socket.exists(), "its socket is gone")
 
 
 def test_many_processes_at_once_start_one(starter: Starter) -> None:
