@@ -36,6 +36,9 @@ from maru_sglang.radix.weights import file_digest, locate_model, weights_digest
 if TYPE_CHECKING:
     import torch
 
+#: The component under which SGLang's KV pool is stored.
+KV: Final = "kv"
+
 #: Server arguments (by runtime_context namespace) that change the KV a model computes and are not in its configuration
 #: or its weights. Only numerics of kernels (attention backends, MoE runners) are left out: they round differently,
 #: as they do between two GPUs.
@@ -136,9 +139,12 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Which part of each page this rank holds.
 
-    MHA: every rank has its own heads and layers, a page is whole with all of them. MLA: the ranks of one stage hold the
-    same bytes, one of them writes."""
+    MHA: every rank of a stage has its own heads, a page is whole with all of them. MLA: the ranks of a stage hold the
+    same bytes, one of them writes. Pipeline stages may have different numbers of layers, while the shards of one
+    component are equally long, so each stage is a component of its own; a page counts when all of them have it."""
 
+    component: str  # what this rank stores: "kv", or "kv.2" for pipeline stage 2
+    components: tuple[str, ...]  # what a page needs to be whole
     shard: int
     world: int
     writer: bool
@@ -146,10 +152,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(config: Any) -> Placement:
         """Placement by a ``HiCacheStorageConfig``."""
-        if config.is_mla_model:
-            return Placement(shard=config.pp_rank, world=config.pp_size, writer=bool(config.is_storage_writer))
+        stages = config.pp_size
+        components = (KV,) if stages == 1 else tuple(f"{KV}.{stage}" for stage in range(stages))
         return Placement(
-            shard=config.pp_rank * config.tp_size + config.tp_rank, world=config.pp_size * config.tp_size, writer=True
+            component=components[config.pp_rank],
+            components=components,
+            shard=0 if config.is_mla_model else config.tp_rank,
+            world=1 if config.is_mla_model else config.tp_size,
+            writer=bool(config.is_storage_writer),
         )
 
 

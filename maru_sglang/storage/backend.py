@@ -40,14 +40,12 @@ from maru_core.mover import Fragments
 from maru_core.namespace import Namespace, differences
 from maru_core.protocol import ROOT
 from maru_core.store import Store
-from maru_sglang.radix import ChainError, Placement, collect, pack_keys, parent_of
+from maru_sglang.radix import KV, ChainError, Placement, collect, pack_keys, parent_of
 from maru_sglang.storage.config import parse_extra_config
 from maru_sglang.storage.pages import HostPages
 
 log = logging.getLogger("maru.sglang")
 
-#: The component under which SGLang's KV pool is stored.
-KV: Final = "kv"
 _GIB: Final = 1 << 30
 #: Transfers kept for the next get_stats call; older ones are dropped if nobody asks.
 _STATS_KEPT: Final = 1024
@@ -145,7 +143,8 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
                 object_bytes=pages.object_bytes,
             )
             log.info(
-                "Maru: shard %d of %d, pages of %d tokens and %d bytes, namespace %s %s",
+                "Maru: component %s, shard %d of %d, pages of %d tokens and %d bytes, namespace %s %s",
+                placement.component,
                 placement.shard,
                 placement.world,
                 pages.page_tokens,
@@ -183,7 +182,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         except ChainError as error:
             self._refused(error)
             return 0
-        return store.prefix([KV], self._placement.shard, hashes)
+        return store.prefix(self._placement.components, self._placement.shard, hashes)
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -254,7 +253,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
             self._refused(error)
             return _false(keys)
         began = time.monotonic()
-        loaded = store.get(KV, self._placement.shard, hashes, fragments)
+        loaded = store.get(self._placement.component, self._placement.shard, hashes, fragments)
         self._note(self._prefetches, int(loaded.sum()), began)
         answer: list[bool] = loaded.tolist()
         return answer
@@ -314,12 +313,12 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         saved = np.array(self._save(keys, ROOT, fragments))
         store = self._usable()
         if not saved.all() and store is not None:
-            saved |= store.present(KV, self._placement.shard, hashes)
+            saved |= store.present(self._placement.component, self._placement.shard, hashes)
         return bool(saved.all())
 
     def _save(self, keys: Sequence[str], parent: bytes, fragments: Fragments) -> list[bool]:
-        store = self._usable()
-        if store is None or not self._placement.writer:
+        store, place = self._usable(), self._placement
+        if store is None or not place.writer:
             return _false(keys)
         try:
             hashes = pack_keys(keys)
@@ -327,7 +326,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
             self._refused(error)
             return _false(keys)
         began = time.monotonic()
-        stored = store.put(KV, self._placement.shard, self._placement.world, parent, hashes, fragments)
+        stored = store.put(place.component, place.shard, place.world, parent, hashes, fragments)
         self._note(self._backups, int(stored.sum()), began)
         answer: list[bool] = stored.tolist()
         return answer

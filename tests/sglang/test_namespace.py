@@ -129,18 +129,19 @@ def test_no_weights_or_no_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.sglang
 def test_placement_of_ranks() -> None:
-    whole = [
-        Placement.of(storage_config(tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=3)) for pp in range(3) for tp in range(2)
-    ]
-    assert [place.shard for place in whole] == list(range(6))
-    assert {(place.world, place.writer) for place in whole} == {(6, True)}
+    assert Placement.of(storage_config()) == Placement(
+        component="kv", components=("kv",), shard=0, world=1, writer=True
+    )
+    ranks = [(pp, tp) for pp in range(3) for tp in range(2)]
+    whole = [Placement.of(storage_config(tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=3)) for pp, tp in ranks]
+    assert [(p.component, p.shard, p.world, p.writer) for p in whole] == [(f"kv.{pp}", tp, 2, True) for pp, tp in ranks]
+    assert {p.components for p in whole} == {("kv.0", "kv.1", "kv.2")}
     replicas = [
         Placement.of(storage_config(tp_rank=tp, tp_size=2, pp_rank=pp, pp_size=3, is_mla_model=True))
-        for pp in range(3)
-        for tp in range(2)
+        for pp, tp in ranks
     ]
-    assert [(place.shard, place.world, place.writer) for place in replicas] == [
-        (pp, 3, tp == 0) for pp in range(3) for tp in range(2)
+    assert [(p.component, p.shard, p.world, p.writer) for p in replicas] == [
+        (f"kv.{pp}", 0, 1, tp == 0) for pp, tp in ranks
     ]  # fmt: skip
 
 
