@@ -50,6 +50,7 @@ CHECKSUM_WORD: Final = 12
 LAST_USE_WORD: Final = 13
 OWNER_WORD: Final = 14
 CHECK_WORD: Final = 15
+_ONE: Final = np.uint64(1)
 
 
 class PoolDirectory:
@@ -76,9 +77,9 @@ class PoolDirectory:
         self._namespaces = self._view(geometry.off_namespaces, geometry.namespace_capacity * NAMESPACE_BYTES)
         # Generations are not reused over a format of the same memory, even where the array was left zero.
         self._generation_floor = np.uint64((geometry.created_ns // 1_000_000_000) << 32)
-        self._slots_per_extent = geometry.slots_per_extent
-        self._extent_bytes = np.uint64(geometry.extent_bytes)
-        self._off_data = np.uint64(geometry.off_data)
+        self._slots_per_extent = np.uint32(geometry.slots_per_extent)
+        # Slot s of extent e lies at s * slot_bytes[e] + base[e] (modulo 2**64): no remainder to compute per slot.
+        self._bases: U64 = np.array([self._base(extent, int(size)) for extent, size in enumerate(self.extents)], "<u8")
 
     def _view(self, offset: int, nbytes: int) -> npt.NDArray[Any]:
         assert offset >= BLOCK_BYTES
@@ -91,19 +92,23 @@ class PoolDirectory:
 
     # ------------------------------------------------------------ where slots lie
 
-    def offsets(self, slots: Slots) -> U64:
+    def offsets(self, slots: npt.NDArray[np.uint32]) -> U64:
         """Byte offset in the pool of each slot; the slots' extents must be cut."""
         extents = slots // self._slots_per_extent
-        within = (slots - extents * self._slots_per_extent).astype(np.uint64)
-        within *= self.extents[extents]
-        within += extents.astype(np.uint64) * self._extent_bytes
-        within += self._off_data
-        offsets: U64 = within
+        offsets = self.extents[extents]
+        offsets *= slots
+        offsets += self._bases[extents]
         return offsets
 
     def set_extent(self, extent: int, slot_bytes: int) -> None:
         """Cut an extent into slots of ``slot_bytes``, or return it (0). All its slots must be free."""
         self._store(self.extents, extent, slot_bytes)
+        self._bases[extent] = self._base(extent, slot_bytes)
+
+    def _base(self, extent: int, slot_bytes: int) -> int:
+        geometry = self.geometry
+        start = geometry.off_data + extent * geometry.extent_bytes
+        return (start - extent * geometry.slots_per_extent * slot_bytes) % (1 << 64)
 
     # ------------------------------------------------------------ the life of an object
 
@@ -127,17 +132,14 @@ class PoolDirectory:
         told one that the memory does not hold; then the body; the state last.
         """
         assert not self.states[slots].any(), "a slot that is not free was given away"
-        body = np.zeros((len(slots), RECORD_BYTES // 8), np.uint64)
         generations = np.maximum(self.generations[slots], self._generation_floor)
-        generations += np.uint64(1)
-        body[:, PLACE_WORD] = FREE | component << 32 | shard << 48
-        body[:, SHAPE_WORD] = world | namespace << 32
-        body[:, LENGTH_WORD] = length
+        generations += _ONE
+        body = np.empty((len(slots), RECORD_BYTES // 8), np.uint64)
+        place, shape = FREE | component << 32 | shard << 48, world | namespace << 32
+        body[:] = np.array([place, shape, length, *[0] * 10, now_ns, owner, 0], np.uint64)
         body[:, GENERATION_WORD] = generations
         body[:, HASH_WORD:PARENT_WORD] = hashes
         body[:, PARENT_WORD:CHECKSUM_WORD] = parents
-        body[:, LAST_USE_WORD] = now_ns
-        body[:, OWNER_WORD] = owner
         body[:, CHECK_WORD] = record_checks(body)
         self._store(self.generations, slots, generations)
         self._store(self.words, slots, body)
@@ -160,7 +162,7 @@ class PoolDirectory:
         """
         assert self.states[slots].all(), "a free slot was freed"
         self._store(self.states, slots, FREE)
-        self._store(self.generations, slots, self.generations[slots] + np.uint64(1))
+        self._store(self.generations, slots, self.generations[slots] + _ONE)
 
     def touch(self, slots: Slots, last_use_ns: npt.NDArray[Any]) -> None:
         """Note the last use, so that a restart does not forget which pages are old."""

@@ -31,6 +31,8 @@ _STEP: Final = 64
 _RECLAIM_PAGES: Final = 16384
 
 _EMPTY: Final = b""
+_ONE: Final = np.uint32(1)
+_NOTHING: Final = np.empty(0, np.int64)
 
 
 class Location(NamedTuple):
@@ -104,11 +106,10 @@ class Pages:
                 pages = int(whole.argmin())
                 rows = rows[:pages]
             columns.append((table, held))
-        slots = [held[:pages] - np.uint32(1) for _, held in columns]
-        lengths = [table.length[rows] for table, _ in columns]
         if len(columns) == 1:
-            return self._locate(pages, slots[0], lengths[0])
-        return self._locate(pages, np.concatenate(slots), np.concatenate(lengths))
+            return self._locate(pages, held[:pages] - _ONE, table.length[rows])
+        slots = np.concatenate([held[:pages] for _, held in columns]) - _ONE
+        return self._locate(pages, slots, np.concatenate([table.length[rows] for table, _ in columns]))
 
     def match_each(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
         """As :meth:`match`, each page for itself: one element per key, NO_SLOT where the page is not whole."""
@@ -128,7 +129,7 @@ class Pages:
             held_by.append(held[whole])
         located = self._locate(
             len(index),
-            np.concatenate(held_by) - np.uint32(1),
+            np.concatenate(held_by) - _ONE,
             np.concatenate([np.empty(0, np.uint64) if table is None else table.length[rows] for table in tables]),
         )
         everywhere = np.concatenate([index + count * number for number in range(len(tables))])
@@ -153,13 +154,12 @@ class Pages:
 
         Where ranks hold replicas (world 1) all of them want the one object that there is."""
         column = table.slots.get(shard)
-        held = column[rows] if column is not None else np.zeros(len(rows), np.uint32)
         whole = table.whole(rows)
-        if shard:
+        held = column[rows] if column is not None else np.zeros(len(rows), np.uint32)
+        if shard:  # shard 0 of a whole page is always there
             single = (table.world[rows] == 1) & whole
             if single.any():
                 held[single] = table.slots[0][rows[single]]
-        if not held.all():
             whole &= held > 0
         return held, whole
 
@@ -195,16 +195,18 @@ class Pages:
         """A slot for each object that is neither there nor on its way. ``keys`` are distinct, without ``parent``."""
         count = len(keys)
         above = ROOT_ROW if parent == ROOT else tree.rows.get(parent, _ABSENT)
-        rows = chain_rows(tree, keys, _ABSENT)
-        known = np.flatnonzero(rows != _ABSENT)
         status = np.zeros(count, np.uint8)
         loose: list[int] = []
-        if len(known):
+        if tree.rows.keys().isdisjoint(keys):
+            known = _NOTHING
+            rows = np.full(count, _ABSENT, np.int64)
+            wanted = np.arange(count)
+        else:
+            rows = chain_rows(tree, keys, _ABSENT)
+            known = np.flatnonzero(rows != _ABSENT)
             loose = self._judge(tree, above, rows, known, status, component, shard, world, nbytes)
             tree.last_use[rows[known]] = now_ns
             wanted = np.flatnonzero(status == ReserveStatus.RESERVED)
-        else:
-            wanted = np.arange(count)
 
         slot_bytes = self.slabs.slot_bytes(nbytes)
         pinned = None
@@ -214,18 +216,19 @@ class Pages:
             if self.slabs.available(slot_bytes) < len(wanted) and not self.may_grow:
                 # What this very batch builds on must not be evicted to make room for it.
                 pinned = rows[known] if above < 0 else np.append(rows[known], above)
-                tree.pending[pinned] += np.uint32(1)
+                tree.pending[pinned] += _ONE
                 self._make_room(slot_bytes, len(wanted), now_ns)
             slots = self.slabs.allocate(slot_bytes, len(wanted))
         given = wanted[: len(slots)]
         status[wanted[len(slots) :]] = ReserveStatus.NO_ROOM
-        generations = np.zeros(count, np.uint64)
-        all_slots = np.full(count, NO_SLOT, np.uint32)
-        offsets = np.zeros(count, np.uint64)
+        packed = self._nothing(count)
         if len(given):
             self._grow(tree, above, parent, rows, given, keys, loose, now_ns)
-            mine = rows[given]
             everything = words(parent + hashes)
+            if len(given) == count:
+                mine, own, parents = rows, everything[1:], everything[:-1]
+            else:
+                mine, own, parents = rows[given], everything[given + 1], everything[given]
             granted = self.directory.reserve(
                 slots,
                 namespace=tree.number,
@@ -233,8 +236,8 @@ class Pages:
                 shard=shard,
                 world=world,
                 length=nbytes,
-                hashes=everything[given + 1],
-                parents=everything[given],
+                hashes=own,
+                parents=parents,
                 owner=session.number,
                 now_ns=now_ns,
             )
@@ -243,15 +246,31 @@ class Pages:
                 session, slots, granted, Page(tree, component, shard, mine), time, deadline
             )
             reservation.remember_blobs()
-            all_slots[given] = slots
-            generations[given] = granted
-            offsets[given] = self.directory.offsets(slots)
+            offsets = self.directory.offsets(slots)
+            if len(given) == count:
+                packed = (reservation.slots_blob, offsets.tobytes(), reservation.generations_blob)
+            else:
+                packed = self._spread(count, given, slots, offsets, granted)
         if pinned is not None:
-            tree.pending[pinned] -= np.uint32(1)
+            tree.pending[pinned] -= _ONE
             self._offer(tree, tree.prune(pinned.tolist()))
         self.counts["reserved"] += len(given)
         self.counts["no_room"] += len(wanted) - len(given)
-        return Grant(status.tobytes(), all_slots.tobytes(), offsets.tobytes(), generations.tobytes())
+        return Grant(status.tobytes(), *packed)
+
+    @staticmethod
+    def _nothing(count: int) -> tuple[bytes, bytes, bytes]:
+        """Slots, offsets and generations where nothing was given."""
+        return b"\xff" * (4 * count), bytes(8 * count), bytes(8 * count)
+
+    @staticmethod
+    def _spread(
+        count: int, given: npt.NDArray[np.intp], slots: Slots, offsets: U64, generations: U64
+    ) -> tuple[bytes, bytes, bytes]:
+        all_slots = np.full(count, NO_SLOT, "<u4")
+        all_offsets, all_generations = np.zeros(count, "<u8"), np.zeros(count, "<u8")
+        all_slots[given], all_offsets[given], all_generations[given] = slots, offsets, generations
+        return all_slots.tobytes(), all_offsets.tobytes(), all_generations.tobytes()
 
     def _judge(
         self,
@@ -295,7 +314,7 @@ class Pages:
         if column is not None:
             held = column[at]
             taken = np.flatnonzero((held > 0) & ~differs)
-            committed = self.directory.states[held[taken] - np.uint32(1)] == COMMITTED
+            committed = self.directory.states[held[taken] - _ONE] == COMMITTED
             status[known[taken]] = np.where(committed, ReserveStatus.EXISTS, ReserveStatus.BUSY)
         return loose
 
@@ -476,7 +495,7 @@ class Pages:
         for table in tree.tables.values():
             for column in table.slots.values():
                 held = column[rows]
-                slots = held[held > 0] - np.uint32(1)
+                slots = held[held > 0] - _ONE
                 numbers = self.reservations.numbers(slots)
                 for number in np.unique(numbers[numbers > 0]).tolist():
                     reservation = self.reservations.get(number)

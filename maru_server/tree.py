@@ -28,6 +28,8 @@ ROOT_ROW: Final = -1
 UNKNOWN_ROW: Final = -2
 _NONE: Final = -1  # end of a list of children
 _FIRST_CAPACITY: Final = 64
+_ONE: Final = np.uint32(1)
+_ONE_SHORT: Final = np.uint16(1)
 
 
 class ComponentTable:
@@ -127,13 +129,16 @@ class PrefixTree:
             if self.size > len(self.parent):
                 self._grow(self.size)
         self.rows.update(zip(keys, taken, strict=True))
-        rows = np.fromiter(taken, np.int64, count)
+        if isinstance(taken, range):
+            rows, where = np.arange(taken.start, taken.stop), slice(taken.start, taken.stop)
+        else:
+            rows = where = np.array(taken, np.int64)
+        self._next[where] = _NONE
+        self._previous[where] = _NONE
+        self.last_use[where] = now_ns
         self.parent[rows[1:]] = rows[:-1]
         self.child[rows[:-1]] = rows[1:]
         self.child[rows[-1]] = _NONE
-        self._next[rows] = _NONE
-        self._previous[rows] = _NONE
-        self.last_use[rows] = now_ns
         self.link(int(rows[0]), parent)
         return rows
 
@@ -239,25 +244,25 @@ class PrefixTree:
     def hold(self, component: int, shard: int, rows: Rows, slots: Slots, world: int, length: int) -> None:
         """Note reserved slots of distinct rows."""
         table = self.table(component)
-        table.column(shard)[rows] = slots + np.uint32(1)
-        table.held[rows] += np.uint16(1)
+        table.column(shard)[rows] = slots + _ONE
+        table.held[rows] += _ONE_SHORT
         table.world[rows] = world
         table.length[rows] = length
-        self.pending[rows] += np.uint32(1)
+        self.pending[rows] += _ONE
 
     def publish(self, component: int, rows: Rows, now_ns: int) -> None:
         """The reserved slots of these distinct rows are committed."""
-        self.tables[component].have[rows] += np.uint16(1)
-        self.objects[rows] += np.uint32(1)
-        self.pending[rows] -= np.uint32(1)
+        self.tables[component].have[rows] += _ONE_SHORT
+        self.objects[rows] += _ONE
+        self.pending[rows] -= _ONE
         self.last_use[rows] = now_ns
 
     def let_go(self, component: int, shard: int, rows: Rows) -> None:
         """Forget the reserved slots of these distinct rows. The rows stay (see :meth:`prune`)."""
         table = self.tables[component]
         table.slots[shard][rows] = 0
-        table.held[rows] -= np.uint16(1)
-        self.pending[rows] -= np.uint32(1)
+        table.held[rows] -= _ONE_SHORT
+        self.pending[rows] -= _ONE
         unused = rows[table.held[rows] == 0]
         table.world[unused] = 0
         table.length[unused] = 0
@@ -271,7 +276,7 @@ class PrefixTree:
                 slots = column[rows]
                 present = np.flatnonzero(slots)
                 if len(present):
-                    taken.append(slots[present] - np.uint32(1))
+                    taken.append(slots[present] - _ONE)
                     column[rows[present]] = 0
             for name in ("world", "length", "held", "have"):
                 getattr(table, name)[rows] = 0
@@ -285,7 +290,7 @@ class PrefixTree:
                 slots = column[rows]
                 present = slots != 0
                 if present.any():
-                    yield slots[present] - np.uint32(1), rows[present]
+                    yield slots[present] - _ONE, rows[present]
                     rows = rows[~present]
 
     def strip_all(self) -> npt.NDArray[np.uint32]:
@@ -326,12 +331,12 @@ class PrefixTree:
     ) -> None:
         """Committed objects of distinct rows."""
         table = self.table(component)
-        table.column(shard)[rows] = slots + np.uint32(1)
-        table.held[rows] += np.uint16(1)
-        table.have[rows] += np.uint16(1)
+        table.column(shard)[rows] = slots + _ONE
+        table.held[rows] += _ONE_SHORT
+        table.have[rows] += _ONE_SHORT
         table.world[rows] = worlds
         table.length[rows] = lengths
-        self.objects[rows] += np.uint32(1)
+        self.objects[rows] += _ONE
 
     # ------------------------------------------------------------ integrity
 
