@@ -13,7 +13,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from sglang_support import filled, indices_of, make_mha, make_mla, page_bytes, storage_config
+from sglang_support import filled, indices_of, make_mha, make_mla, page_bytes, storage_config, write_model
 
 pytestmark = pytest.mark.sglang
 
@@ -91,15 +91,18 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Tier]:
     if request.param == "maru":
         attach = request.getfixturevalue("attach")
 
-        def maru(pool: Any, **config: Any) -> Tier:
-            return Tier(attach(pool, **config), pool, zero_copy=True)
+        def maru(pool: Any, *, model: Path | None = None, **config: Any) -> Tier:
+            arguments = {"model_path": str(model)} if model else {}
+            return Tier(attach(pool, arguments=arguments, **config), pool, zero_copy=True)
 
         return maru
     request.getfixturevalue("publish")()
 
-    def file(pool: Any, **config: Any) -> Tier:
+    def file(pool: Any, *, model: Path | None = None, **config: Any) -> Tier:
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
+        if model:
+            config["model_name"] = model.name  # all that this backend knows of a model
         backend = HiCacheFile(storage_config(**config), str(tmp_path / "store"))
         backend.register_mem_pool_host(pool)
         return Tier(backend, pool, zero_copy=False)
@@ -280,12 +283,14 @@ def test_pages_of_another_size_are_never_a_hit(tier: Callable[..., Tier], reader
         assert loaded == 0
 
 
-def test_models_do_not_share(tier: Callable[..., Tier]) -> None:
+def test_models_do_not_share(tier: Callable[..., Tier], tmp_path: Path) -> None:
     keys = chain_keys(2)
-    one, other = tier(make_pool(fill=1), model_name="one"), tier(make_pool(fill=2), model_name="other")
+    models = [write_model(tmp_path / f"model-{seed}", seed=seed) for seed in (1, 2)]
+    one, other, again = (tier(make_pool(fill=1), model=model) for model in (models[0], models[1], models[0]))
     one.backup(keys, [0, 1])
     assert other.query(tokens_of(2)) == []
     assert other.prefetch(keys, [0, 1]) == 0
+    assert again.query(tokens_of(2)) == keys
 
 
 def test_each_rank_gets_its_own_shard(tier: Callable[..., Tier]) -> None:
