@@ -7,7 +7,6 @@ has nowhere to arrive. The list may be used by any number of threads; a socket o
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,10 @@ from maru_core.errors import ServerUnavailableError
 from maru_core.protocol import Error, Reply
 
 Socket = zmq.Socket[bytes]
+
+# Plain numbers: the library's own are enums, whose arithmetic costs as much as a message.
+_DONTWAIT: Final = int(zmq.DONTWAIT)
+_POLLIN: Final = int(zmq.POLLIN)
 
 #: Sockets kept for later calls; more than this many calls at once open and close theirs.
 IDLE_MAX: Final = 64
@@ -156,8 +159,8 @@ def exchange(
         NoAnswerError: none came, or the socket failed.
     """
     garbage = 0
-    with contextlib.suppress(zmq.ZMQError):
-        socket.send(data, zmq.DONTWAIT)
+    try:
+        socket.send(data, _DONTWAIT)
         while (left := deadline - time.monotonic()) > 0:
             wait_ms = int(left * 1000) + 1
             if given_up is not None:
@@ -165,7 +168,7 @@ def exchange(
                     break
                 wait_ms = min(wait_ms, GIVE_UP_LOOK_MS)
             # A poll, not RCVTIMEO: a signal restarts a receive with its full time limit, and a poll with the rest.
-            if not zmq.zmq_poll([(socket, zmq.POLLIN)], wait_ms):
+            if not zmq.zmq_poll([(socket, _POLLIN)], wait_ms):
                 continue
             reply = read_reply(socket)
             if reply is None:
@@ -173,6 +176,8 @@ def exchange(
             # A server that cannot read a request at all cannot repeat its rid.
             elif reply.rid == rid or (reply.rid == 0 and type(reply) is Error):
                 return reply
+    except zmq.ZMQError:
+        pass
     raise NoAnswerError(garbage)
 
 
@@ -182,7 +187,7 @@ def read_reply(socket: Socket) -> Reply | None:
     Raises:
         zmq.ZMQError: nothing has arrived.
     """
-    data = socket.recv(zmq.DONTWAIT)
+    data = socket.recv(_DONTWAIT)
     try:
         return protocol.decode_reply(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

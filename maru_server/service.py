@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -27,14 +26,24 @@ from maru_server.state import ServerState
 
 log = logging.getLogger("maru.server")
 
+# Plain numbers: the library's own are enums, whose arithmetic costs as much as a message.
+_DONTWAIT: Final = int(zmq.DONTWAIT)
+_MORE: Final = int(zmq.SNDMORE) | _DONTWAIT
+_RCVMORE: Final = int(zmq.RCVMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+
+_ALARM: Final = "inproc://maru-alarm"
+#: Taken before the first peer comes: one that claims it too is not heard.
+_ALARM_ID: Final = b"maru-alarm"
+#: Messages after which the library is made to look for room in its queues of replies (it does so by itself when it waits).
+_ROOM_EVERY: Final = 64
+
 #: Extents that are ready before the first client is served.
 FIRST_EXTENTS: Final = 2
 #: Longest time between two ticks of the state, seconds; also between two looks for messages of an idle server.
 TICK_IDLE_S: Final = 0.5
 #: The same while messages come: background eviction keeps pace with the stores.
 TICK_BUSY_S: Final = 0.05
-#: Messages handled before the clock is read again.
-BURST: Final = 64
 #: Pause before memory that could not be had is asked for again, seconds.
 PROVISION_RETRY_S: Final = 5.0
 #: A fault that repeats is logged with its traceback at most this often, seconds.
@@ -75,12 +84,14 @@ class Service:
         self._stopping = False
         self._faults = _Repeats()
         self._invalid = _Repeats()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._provisioner = _Provisioner(memory, self._wake_up)
         self._told_ready = 0
         self._bound: Bound | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
+        # A message to ourselves ends the loop's wait.
+        self._alarm = self._context.socket(zmq.DEALER)
+        self._alarm_lock = threading.RLock()  # re-entrant: a signal handler may stop() the thread that is closing
         try:
             self._router.linger = 0
             self._router.maxmsgsize = protocol.MAX_MESSAGE_BYTES
@@ -91,6 +102,10 @@ class Service:
             self._router.backlog = 1024
             self._router.tcp_keepalive = 1
             self._router.handshake_ivl = 5000
+            self._router.bind(_ALARM)
+            self._alarm.linger = 0
+            self._alarm.routing_id = _ALARM_ID
+            self._alarm.connect(_ALARM)
             for extent in range(min(FIRST_EXTENTS, memory.geometry.extent_count)):
                 self._provisioner.provision(extent)
             self._tell_ready(time.monotonic())
@@ -104,18 +119,19 @@ class Service:
     def run(self) -> None:
         """Serve until :meth:`stop` or, with ``idle_exit_s``, until nobody has been here for that long."""
         router = self._router
-        receive = router.recv_multipart
+        receive = router.recv
         option = router.getsockopt
         serve = self._serve
         clock = time.monotonic
-        watched: list[tuple[Any, int]] = [(router, zmq.POLLIN), (self._wake, zmq.POLLIN)]
-        self._provisioner.start()
+        provisioner = self._provisioner
+        provisioner.start()
         now = clock()
-        tick_at = now
         look_at = now + self._look_s
         occupied_at = now
+        tick_at = now
+        wait_s = 0.0
+        served = 0
         while not self._stopping:
-            now = clock()
             if now >= tick_at:
                 self._tick(now)
                 if now >= look_at:
@@ -127,27 +143,28 @@ class Service:
                     elif now - occupied_at >= self._idle_exit_s:
                         log.info("no client for %g s: done", self._idle_exit_s)
                         return
-                tick_at = now + self._tick_idle_s
-            served = 0
-            # Asking for what has arrived before waiting saves a system call under load.
-            while served < BURST and cast(int, option(zmq.EVENTS)) & zmq.POLLIN:
-                try:
-                    frames = receive(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
-                serve(frames, now)
-                served += 1
-            if served:
-                # Not only at ticks: a burst of stores uses up what is ready within milliseconds.
-                self._provisioner.want(self._state.wanted_extents(now))
-                tick_at = min(tick_at, now + TICK_BUSY_S)
-                if served == BURST:
-                    continue
-            ready = zmq.zmq_poll(watched, max(0, int((tick_at - clock()) * 1000) + 1))
-            if len(ready) > 1 or (ready and ready[0][0] != router):
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-                self._tell_ready(clock())
+                # What a tick could not finish, and what messages have left behind, is done soon.
+                interval = min(TICK_BUSY_S, self._tick_idle_s) if served else self._tick_idle_s
+                served = 0
+                tick_at = now + interval
+                if interval != wait_s:
+                    wait_s = interval
+                    router.rcvtimeo = max(1, int(interval * 1000))
+            try:
+                # One blocking receive: half the system calls of a poll with a receive after it.
+                frames = [receive()]
+                while option(_RCVMORE):
+                    frames.append(receive())
+            except zmq.Again:
+                now = clock()
+                continue
+            now = clock()
+            if provisioner.ready != self._told_ready:
+                self._tell_ready(now)
+            serve(frames, now)
+            served += 1
+            if served % _ROOM_EVERY == 0:
+                option(_EVENTS)
 
     def stop(self) -> None:
         """Have :meth:`run` return soon. May be called from any thread and from a signal handler."""
@@ -159,14 +176,13 @@ class Service:
         self._stopping = True
         self._provisioner.stop()
         self._router.close(0)
+        with self._alarm_lock:
+            self._alarm.close(0)
         self._context.term()
         if self._bound is not None:
             # Before the pool's lock is let go: whoever gets that binds next.
             self._bound.remove()
             self._bound = None
-        if self._wake >= 0:
-            wake, self._wake = self._wake, -1
-            os.close(wake)
 
     # ------------------------------------------------------------ messages
 
@@ -174,6 +190,8 @@ class Service:
         """Handle one message: identity and one frame."""
         try:
             reply: Reply | None
+            if frames[0] == _ALARM_ID:
+                return
             if len(frames) != 2:
                 reply = self._refuse(0, f"{len(frames) - 1} frames where a request is one")
             else:
@@ -192,8 +210,8 @@ class Service:
                             reply = self._fault(message)
             if reply is not None:
                 data = protocol.encode(reply)
-                self._router.send(frames[0], zmq.SNDMORE | zmq.DONTWAIT)
-                self._router.send(data, zmq.DONTWAIT)
+                self._router.send(frames[0], _MORE)
+                self._router.send(data, _DONTWAIT)
         except zmq.ZMQError as error:
             log.debug("a reply was dropped: %s", error)
         except Exception:
@@ -259,9 +277,8 @@ class Service:
         return int(self._state.stats()["sessions"])
 
     def _wake_up(self) -> None:
-        if self._wake >= 0:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._wake, 1)
+        with self._alarm_lock, contextlib.suppress(zmq.ZMQError):
+            self._alarm.send(b"", _DONTWAIT)
 
 
 class _Provisioner:
