@@ -103,6 +103,9 @@ class _MaruStore:
 
     def stop(self) -> None:
         """As a crash would."""
+        # First its own session: it would report what is done here on purpose.
+        if self._session is not None:
+            self._session.close()
         if self._own is not None:
             self._own.kill()
 

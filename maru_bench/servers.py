@@ -31,6 +31,8 @@ from maru_core.errors import MaruError
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None)
 _POLL_S: Final = 0.1
+#: How long what a stopped process started may take to clean up, seconds.
+_CLEAN_UP_S: Final = 2.0
 
 
 class ServerFailedError(MaruError):
@@ -47,6 +49,16 @@ def free_port() -> int:
 def _die_with_parent() -> None:
     # Otherwise a SIGKILL of the experiment leaves servers of gigabytes behind.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group still runs (one that has ended and was not waited for does not)."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, in_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(in_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 class ManagedProcess:
@@ -137,8 +149,12 @@ class ManagedProcess:
 
     def await_end(self, timeout_s: float) -> bool:
         """Wait until the process has ended; False if it still runs after ``timeout_s`` seconds."""
+        return self._await(lambda: not self.running, timeout_s)
+
+    @staticmethod
+    def _await(condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while self.running:
+        while not condition():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
@@ -157,6 +173,8 @@ class ManagedProcess:
         if grace_s > 0 and self.running:
             self.signal(signal.SIGTERM)
             self.await_end(grace_s)
+            # What it started cleans up behind it: Python's resource tracker removes semaphores only if it is let live.
+            self._await(lambda: not _group_lives(self._popen.pid), _CLEAN_UP_S)
         self.signal(signal.SIGKILL)
         return self._popen.wait()
 
