@@ -39,7 +39,8 @@ import numpy.typing as npt
 from rich import box
 from rich.table import Table
 
-from maru_bench.servers import MaruServer, scratch_directory
+from maru_bench.processes import scratch_directory
+from maru_bench.servers import MaruServer
 from maru_core.errors import ConfigError, MaruError
 from maru_core.mover import Fragments
 from maru_core.namespace import Namespace
@@ -54,6 +55,9 @@ TARGET_BYTES: Final = 16 << 20
 #: A sample repeats batches until it has moved about this much, so that its time can be measured.
 _SAMPLE_BYTES: Final = 16 << 20
 _SAMPLE_CALLS: Final = 64
+#: Batches of less than this are repeated up to so many times as often as was asked for.
+_OFTEN_BYTES: Final = 128 << 20
+_OFTEN: Final = 4
 _FRAGMENTS: Final = 2
 #: Longest that the pool is waited for before the first measurement, seconds; and how often it is looked at.
 _WARM_S: Final = 60.0
@@ -126,6 +130,7 @@ def make_row(operation: str, page_bytes: int, batch: int, seconds: dict[str, lis
 class CopyResult(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, str | int]
     repeats: int
+    """At least: smaller batches are repeated more often."""
     threads: int | None
     rows: list[CopyRow]
 
@@ -135,15 +140,15 @@ class CopyResult(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self) -> Table:
         table = Table(
-            title=f"GB/s through Maru, beside memcpy and one file per page (medians of {self.repeats})",
+            title=f"GB/s through Maru, beside memcpy and one file per page (medians of {self.repeats} or more)",
             box=box.SIMPLE_HEAD,
             collapse_padding=True,
             pad_edge=False,
         )
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         for name in ("page", "batch", "bytes", "Maru", "memcpy", "file", "Maru /\nmemcpy", "Maru /\nfile"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column(f"target\n{TARGET} memcpy", no_wrap=True)
+        table.add_column(f"target\n{TARGET}", no_wrap=True)
         for row in self.rows:
             table.add_row(
                 row.operation,
@@ -345,7 +350,7 @@ def run(options: CopyOptions, narrate: Callable[[str], None]) -> CopyResult:
         for size in options.page_bytes:
             for batch in options.batches:
                 narrate(f"{batch} pages of {_human(size)}")
-                rows += _measure(peers, engine, size, batch, options.repeats)
+                rows += _measure(peers, engine, size, batch, _rounds(options.repeats, size * batch))
     rows.sort(key=lambda row: (_OPERATIONS.index(row.operation), row.page_bytes, row.batch))
     return CopyResult(machine=describe_machine(), repeats=options.repeats, threads=options.threads, rows=rows)
 
@@ -393,6 +398,11 @@ def _check(peer: str, engine: EngineBuffer, marks: tuple[npt.NDArray[np.intp], U
 
 def _sample_calls(size: int, batch: int) -> int:
     return min(max(1, _SAMPLE_BYTES // (size * batch)), _SAMPLE_CALLS)
+
+
+def _rounds(repeats: int, batch_bytes: int) -> int:
+    """Repeats of a batch: short ones are disturbed more by what else the machine does, and cost little."""
+    return repeats * min(max(1, _OFTEN_BYTES // batch_bytes), _OFTEN)
 
 
 def _mapped(path: Path, nbytes: int) -> U8Array:

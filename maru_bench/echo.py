@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from maru_bench.servers import ManagedProcess, python_path
+from maru_bench.processes import ManagedProcess, python_path
 
 _SIZE_BYTES = 8
 

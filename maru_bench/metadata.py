@@ -24,7 +24,8 @@ from rich.table import Table
 
 from maru_bench.copy import BENCH_NAMESPACE, describe_machine
 from maru_bench.echo import EchoClient
-from maru_bench.servers import MaruServer, scratch_directory
+from maru_bench.processes import scratch_directory
+from maru_bench.servers import MaruServer
 from maru_core import protocol
 from maru_core.errors import MaruError
 from maru_core.pool import PoolMemory, PoolView, parse_pool_uri

@@ -31,13 +31,13 @@ from typing import Final, Literal
 
 import msgspec
 
+from maru_bench.processes import scratch_directory
 from maru_bench.report import Phase, Report
 from maru_bench.servers import (
     MaruServer,
     ServerFailedError,
     SGLangOptions,
     SGLangServer,
-    scratch_directory,
     wait_all_ready,
 )
 from maru_core.errors import ConfigError

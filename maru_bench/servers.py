@@ -1,42 +1,36 @@
 """The processes that experiments run against: ``maru-server`` and SGLang servers, started, watched, asked and stopped.
 
-Every process gets a session of its own and a log file, dies with its parent, and is stopped by its own process
-group and no other. What a server answered is plain data (:class:`Answer`). This module decides nothing about an
-experiment.
+What a server answered is plain data (:class:`Answer`). This module decides nothing about an experiment.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import http.client
 import json
 import os
 import select
-import shutil
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from maru_core.errors import MaruError
+from maru_bench.processes import ManagedProcess, ServerFailedError, python_path
 
-_PR_SET_PDEATHSIG: Final = 1
-_libc: Final = ctypes.CDLL(None)
+__all__ = [
+    "Answer",
+    "MaruServer",
+    "SGLangOptions",
+    "SGLangServer",
+    "ServerFailedError",
+    "free_port",
+    "wait_all_ready",
+]
+
 _POLL_S: Final = 0.1
-#: How long what a stopped process started may take to clean up, seconds.
-_CLEAN_UP_S: Final = 2.0
-
-
-class ServerFailedError(MaruError):
-    """A process that an experiment needs did not start, ended early, or gave no usable answer."""
 
 
 def free_port() -> int:
@@ -44,139 +38,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    # Otherwise a SIGKILL of the experiment leaves servers of gigabytes behind.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _group_lives(group: int) -> bool:
-    """Whether a process of the group still runs (one that has ended and was not waited for does not)."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, in_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(in_group) == group and state not in "ZX":
-                return True
-    return False
-
-
-class ManagedProcess:
-    """One process with a log file, in a session (and so a process group) of its own.
-
-    Start it from the main thread: the kernel's "parent died" signal follows the thread that started it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        log: Path,
-        *,
-        env: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        """Start ``argv``.
-
-        Args:
-            name: what people call it.
-            argv: program and arguments.
-            log: file that gets stdout and stderr.
-            env: variables added to this process's own.
-            pass_fds: file descriptors the process inherits.
-
-        Raises:
-            ServerFailedError: the program does not exist or may not be run.
-        """
-        self.name = name
-        self.argv = list(argv)
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with log.open("wb") as out:
-                self._popen = subprocess.Popen(
-                    self.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {})},
-                    pass_fds=tuple(pass_fds),
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,
-                )
-        except OSError as error:
-            raise ServerFailedError(f"cannot start {name} ({self.argv[0]}): {error.strerror or error}") from error
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def status(self) -> int | None:
-        """Exit status (negative: the signal that ended it), None while it runs. Leaves the process unreaped, so that
-        its number, and its group's, stay its own until :meth:`stop`."""
-        if self._popen.returncode is not None:
-            return self._popen.returncode
-        ended = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    @property
-    def running(self) -> bool:
-        return self.status is None
-
-    def tail(self, lines: int = 15) -> str:
-        """The last lines of the log."""
-        try:
-            text = self.log.read_bytes()[-64 * 1024 :].decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
-
-    def failure(self, what: str) -> ServerFailedError:
-        """An error about this process that carries the end of its log."""
-        state = "still runs" if self.status is None else f"ended with status {self.status}"
-        return ServerFailedError(
-            f"{self.name} {what} (it {state}); its log is {self.log} and ends with:\n{self.tail()}"
-        )
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and all that it started; nothing after :meth:`stop`."""
-        if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, number)
-
-    def await_end(self, timeout_s: float) -> bool:
-        """Wait until the process has ended; False if it still runs after ``timeout_s`` seconds."""
-        return self._await(lambda: not self.running, timeout_s)
-
-    @staticmethod
-    def _await(condition: Callable[[], bool], timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
-    def kill(self) -> None:
-        """SIGKILL at once, to the process and what it started."""
-        self.stop(grace_s=0.0)
-
-    def stop(self, grace_s: float = 10.0) -> int:
-        """SIGTERM, and after ``grace_s`` seconds SIGKILL to what is left of its group. Can be repeated.
-
-        Returns:
-            The exit status of the process.
-        """
-        if grace_s > 0 and self.running:
-            self.signal(signal.SIGTERM)
-            self.await_end(grace_s)
-            # What it started cleans up behind it: Python's resource tracker removes semaphores only if it is let live.
-            self._await(lambda: not _group_lives(self._popen.pid), _CLEAN_UP_S)
-        self.signal(signal.SIGKILL)
-        return self._popen.wait()
 
 
 # ------------------------------------------------------------------ maru-server
@@ -274,28 +135,6 @@ class MaruServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-@contextlib.contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A new directory with a short path, for sockets and logs. Removed in the end, unless a process failed: then its
-    log can be read."""
-    directory = Path(tempfile.mkdtemp(prefix="maru-"))
-    try:
-        yield directory
-    except ServerFailedError:
-        raise
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def python_path() -> str:
-    """``PYTHONPATH`` with which this interpreter's children find the same ``maru_server`` as this process does."""
-    here = str(Path(__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return f"{here}{os.pathsep}{inherited}" if inherited else here
 
 
 # ------------------------------------------------------------------ SGLang

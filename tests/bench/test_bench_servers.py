@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from maru_bench.processes import ManagedProcess
 from maru_bench.servers import (
     Answer,
-    ManagedProcess,
     MaruServer,
     ServerFailedError,
     SGLangOptions,
@@ -76,7 +76,7 @@ def test_children_that_outlive_their_parent_are_ended(tmp_path: Path) -> None:
 def test_a_process_dies_with_the_one_that_started_it(tmp_path: Path) -> None:
     source = (
         "import pathlib, sys, time\n"
-        "from maru_bench.servers import ManagedProcess\n"
+        "from maru_bench.processes import ManagedProcess\n"
         f"p = ManagedProcess('sleeper', [sys.executable, '-c', 'import time; time.sleep(600)'], pathlib.Path({str(tmp_path / 'log')!r}))\n"
         "print(p.pid, flush=True)\n"
         "time.sleep(600)\n"
