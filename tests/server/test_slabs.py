@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -103,6 +105,6 @@ def test_any_order_of_giving_and_taking(data: st.DataObject) -> None:
         assert some.used_bytes() == sum(held.values())
         offsets = some._directory.offsets(np.array(sorted(held), np.uint32)).tolist()
         spans = sorted(zip(offsets, (held[slot] for slot in sorted(held)), strict=True))
-        assert all(a + size <= b for (a, size), (b, _) in zip(spans, spans[1:], strict=False))
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
         again = Slabs(some._directory, np.array(sorted(held), np.uint32))
         assert set(again.check()[0].tolist()) == set(free.tolist())

@@ -502,7 +502,7 @@ def test_pages_that_stay_incomplete_go_first() -> None:
 
 
 def test_what_is_being_written_is_not_evicted_and_not_its_prefix() -> None:
-    server, client, total = full()
+    _, client, total = full()
     client.store(chain("a", 3))
     writing = client.reserve(chain("a", total - 3, start=3), parent=chain("a", 1, start=2))
     assert client.reserve(chain("b", 1)).status == [NO_ROOM]

@@ -1,0 +1,157 @@
+"""The prefix tree against a plain one of dictionaries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from maru_harness import chain
+
+from maru_server.eviction import LruLeaves
+from maru_server.pages import split
+from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree
+
+
+def keys(name: object, count: int, start: int = 0) -> list[bytes]:
+    return split(chain(name, count, start))
+
+
+def hold(tree: PrefixTree, rows: np.ndarray, first_slot: int, shard: int = 0, world: int = 1) -> None:
+    slots = np.arange(first_slot, first_slot + len(rows), dtype=np.uint32)
+    tree.hold(0, shard, rows, slots, world, 100)
+
+
+def store(tree: PrefixTree, rows: np.ndarray, first_slot: int, shard: int = 0, world: int = 1, now_ns: int = 1) -> None:
+    hold(tree, rows, first_slot, shard, world)
+    tree.publish(0, rows, now_ns)
+
+
+def test_a_chain_hangs_under_its_parent_and_grows_the_columns() -> None:
+    tree = PrefixTree(0)
+    rows = tree.add_chain(keys("a", 100), ROOT_ROW, 5)
+    store(tree, rows, 0)
+    more = tree.add_chain(keys("b", 100), int(rows[49]), 5)
+    store(tree, more, 100)
+    assert tree.check().keys() == set(range(200))
+    assert set(tree.children(int(rows[49]))) == {int(rows[50]), int(more[0])}
+    assert tree.root(int(more[-1])) == rows[0]
+    assert len(tree) == 200
+
+
+def test_below_lists_every_page_before_its_parent_whatever_was_asked() -> None:
+    tree = PrefixTree(0)
+    trunk = tree.add_chain(keys("t", 5), ROOT_ROW, 1)
+    branch = tree.add_chain(keys("b", 3), int(trunk[2]), 1)
+    for asked in ([2], [4, 2], [2, 4], [4, 3, 2], [2, int(branch[0]), 4]):
+        order = tree.below(asked)
+        assert sorted(order) == sorted([*trunk[2:].tolist(), *branch.tolist()])
+        for row in order:
+            assert int(tree.parent[row]) not in order[: order.index(row)]
+
+
+def test_a_row_is_used_again_and_remembers_nothing() -> None:
+    tree = PrefixTree(0)
+    rows = tree.add_chain(keys("a", 3), ROOT_ROW, 1)
+    store(tree, rows, 0, world=2)
+    for row in rows[::-1].tolist():
+        tree.remove(row)
+    assert tree.strip(rows).tolist() == [0, 1, 2]
+    again = tree.add_chain(keys("b", 3), ROOT_ROW, 1)
+    assert set(again.tolist()) == set(rows.tolist())
+    assert not tree.objects[again].any()
+    store(tree, again, 7)
+    tree.check()
+
+
+def test_a_page_with_children_is_not_removed() -> None:
+    tree = PrefixTree(0)
+    rows = tree.add_chain(keys("a", 2), ROOT_ROW, 1)
+    with pytest.raises(AssertionError):
+        tree.remove(int(rows[0]))
+
+
+def test_prune_takes_empty_rows_and_what_becomes_empty_above() -> None:
+    tree = PrefixTree(0)
+    hollow = tree.add_chain(keys("h", 1), UNKNOWN_ROW, 1)
+    rows = tree.add_chain(keys("a", 3), int(hollow[0]), 1)
+    hold(tree, rows, 0)
+    tree.let_go(0, 0, rows)
+    assert tree.prune(rows[::-1].tolist()) == []
+    assert len(tree) == 0
+    rows = tree.add_chain(keys("a", 3), ROOT_ROW, 1)
+    store(tree, rows[:1], 0)
+    assert set(tree.prune(rows[::-1].tolist())) == {int(rows[0])}
+    tree.check()
+
+
+def test_siblings_are_unlinked_anywhere() -> None:
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]):
+        tree = PrefixTree(0)
+        (top,) = tree.add_chain(keys("t", 1), ROOT_ROW, 1)
+        store(tree, np.array([top]), 0)
+        children = [tree.add_chain(keys(name, 1), int(top), 1) for name in range(3)]
+        for index, child in enumerate(children):
+            store(tree, child, 1 + index)
+        for index in order:
+            assert tree.remove(int(children[index][0])) == top
+            tree.strip(children[index])
+            tree.check()
+        assert tree.is_evictable(int(top))
+
+
+def test_adopting_builds_the_same_tree() -> None:
+    tree = PrefixTree(0)
+    names = keys("x", 500)
+    random = np.random.default_rng(0)
+    parents = np.array([ROOT_ROW, *(int(random.integers(-1, row)) for row in range(1, 500))], np.int64)
+    parents[7] = UNKNOWN_ROW
+    tree.adopt(names, parents, np.arange(500, dtype=np.int64))
+    rows = np.arange(500)
+    tree.adopt_objects(0, 0, rows, rows.astype(np.uint32), np.full(500, 1), np.full(500, 9))
+    tree.check()
+    for row in (0, 7, 100):
+        assert set(tree.children(row)) == set(np.flatnonzero(parents == row).tolist())
+
+
+def test_the_queue_gives_leaves_by_true_age() -> None:
+    tree = PrefixTree(3)
+    leaves = LruLeaves({3: tree}, incomplete_grace_ns=0)
+    second = 10**9
+    for number in range(4):
+        rows = tree.add_chain(keys(number, 2), ROOT_ROW, 0)
+        store(tree, rows, 2 * number, now_ns=(number + 1) * second)
+        leaves.offer(tree, int(rows[0]))
+        leaves.offer(tree, int(rows[1]))
+        leaves.offer(tree, int(rows[1]))
+    assert len(leaves) == 4
+    leaves.check()
+    tree.last_use[1] = 9 * second
+    tree.pending[3] += np.uint32(1)
+    assert [leaves.next(10 * second) for _ in range(4)] == [(tree, 5), (tree, 7), (tree, 1), None]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=60))
+def test_any_growth_and_removal(steps: list[tuple[int, int, bool]]) -> None:
+    tree = PrefixTree(0, capacity=2)
+    model: dict[bytes, bytes | None] = {}  # page -> parent
+    slot = 0
+    for name, under, remove in steps:
+        (key,), (parent,) = keys(name, 1), keys(under, 1)
+        if remove:
+            if key in model and key not in model.values():
+                row = tree.rows[key]
+                tree.remove(row)
+                tree.strip(np.array([row]))
+                del model[key]
+        elif key not in model:
+            above = tree.rows[parent] if parent in model else ROOT_ROW
+            rows = tree.add_chain([key], above, 1)
+            store(tree, rows, slot)
+            slot += 1
+            model[key] = parent if parent in model else None
+        tree.check()
+        known = {
+            key: None if tree.parent[row] < 0 else tree.keys[int(tree.parent[row])] for key, row in tree.rows.items()
+        }
+        assert known == model
