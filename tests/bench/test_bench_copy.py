@@ -15,12 +15,14 @@ from maru_bench.copy import (
     CopyResult,
     EngineBuffer,
     _addresses,
+    _check,
+    _scribble,
     make_row,
     parse_bytes,
     parse_counts,
     run,
 )
-from maru_core.errors import ConfigError
+from maru_core.errors import ConfigError, MaruError
 
 MIB = 1 << 20
 
@@ -86,6 +88,19 @@ def test_sizes_that_are_refused_by_name(text: str) -> None:
 def test_counts_that_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="--batches is"):
         parse_counts("--batches", text)
+
+
+def test_bytes_that_were_not_loaded_are_noticed() -> None:
+    engine = EngineBuffer(MIB)
+    marks = _scribble(engine, MIB)
+    with pytest.raises(MaruError, match="peer loaded other bytes"):
+        _check("peer", engine, marks)
+    where, before = marks
+    engine.data[where] = before
+    _check("peer", engine, marks)
+    engine.data[where[-1]] ^= 1
+    with pytest.raises(MaruError, match="peer loaded other bytes"):
+        _check("peer", engine, marks)
 
 
 def test_more_than_the_memory_limit_is_refused_before_anything_starts() -> None:
