@@ -34,14 +34,15 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def _group_lives(group: int) -> bool:
-    """Whether a process of the group still runs (one that has ended and was not waited for does not)."""
+def _of_group(group: int) -> list[Path]:
+    """``/proc`` directories of the group's processes that run (one that has ended and was not waited for does not)."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, in_group = path.read_text().rpartition(")")[2].split()[:3]
             if int(in_group) == group and state not in "ZX":
-                return True
-    return False
+                found.append(path.parent)
+    return found
 
 
 class ManagedProcess:
@@ -109,6 +110,17 @@ class ManagedProcess:
     def running(self) -> bool:
         return self.status is None
 
+    def shared_memory(self, prefixes: tuple[str, ...]) -> set[Path]:
+        """Files of ``/dev/shm`` that the process or what it started has mapped, whose names begin with one of ``prefixes``."""
+        mapped = set()
+        for process in _of_group(self._popen.pid):
+            with contextlib.suppress(OSError):
+                for line in (process / "maps").read_text().splitlines():
+                    path = Path(line.partition("/")[1] + line.partition("/")[2])
+                    if path.parent == Path("/dev/shm") and path.name.startswith(prefixes):
+                        mapped.add(path)
+        return mapped
+
     def tail(self, lines: int = 15) -> str:
         """The last lines of the log."""
         try:
@@ -157,7 +169,7 @@ class ManagedProcess:
             self.signal(signal.SIGTERM)
             self.await_end(grace_s)
             # What it started cleans up behind it: Python's resource tracker removes semaphores only if it is let live.
-            self._await(lambda: not _group_lives(self._popen.pid), _CLEAN_UP_S)
+            self._await(lambda: not _of_group(self._popen.pid), _CLEAN_UP_S)
         self.signal(signal.SIGKILL)
         return self._popen.wait()
 

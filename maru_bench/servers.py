@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _POLL_S: Final = 0.1
+#: Names of SGLang's own shared memory and of the semaphores of its processes, in /dev/shm.
+_SGLANG_MEMORY: Final = ("sgl_shm_", "sglang_loads_", "sem.mp-")
 
 
 def free_port() -> int:
@@ -311,8 +313,12 @@ class SGLangServer:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
+        """Stop it, and remove the shared memory that SGLang leaves behind: it ends its own processes with SIGKILL."""
         if self._process is not None:
+            left = self._process.shared_memory(_SGLANG_MEMORY)
             self._process.stop()
+            for path in left:
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> SGLangServer:
         self.start()

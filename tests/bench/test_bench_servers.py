@@ -132,6 +132,31 @@ def test_a_maru_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert not server.process.running
 
 
+def test_shared_memory_that_a_killed_engine_leaves_is_removed(tmp_path: Path) -> None:
+    names = [f"{prefix}-{os.getpid()}" for prefix in ("sgl_shm_test", "sglang_loads_test", "maru-not-sglang")]
+    source = (
+        "import mmap, os, sys, time\n"
+        "maps = []\n"
+        f"for name in {names}:\n"
+        "    file = open('/dev/shm/' + name, 'w+b')\n"
+        "    file.truncate(4096)\n"
+        "    maps.append(mmap.mmap(file.fileno(), 4096))\n"
+        "if not os.fork():\n"
+        "    print('mapped', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    server = SGLangServer("server A", SGLangOptions(python=sys.executable, model="m"), tmp_path / "log")
+    server._process = ManagedProcess("server A", [sys.executable, "-c", source], tmp_path / "log")
+    try:
+        await_condition(lambda: "mapped" in server.process.tail(), "the memory is mapped")
+        server.stop()
+        assert [name for name in names if Path("/dev/shm", name).exists()] == [names[2]]
+    finally:
+        server.stop()
+        for name in names:
+            Path("/dev/shm", name).unlink(missing_ok=True)
+
+
 # ------------------------------------------------------------------ asking an SGLang server
 
 _META = {"prompt_tokens": 400, "cached_tokens": 384, "cached_tokens_details": {"device": 0, "host": 0, "storage": 384}}
