@@ -95,7 +95,7 @@ class PoolDirectory:
     def offsets(self, slots: npt.NDArray[np.uint32]) -> U64:
         """Byte offset in the pool of each slot; the slots' extents must be cut."""
         extents = slots // self._slots_per_extent
-        offsets = self.extents[extents]
+        offsets: U64 = self.extents[extents]
         offsets *= slots
         offsets += self._bases[extents]
         return offsets

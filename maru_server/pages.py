@@ -96,7 +96,7 @@ class Pages:
         found: list[Any] = list(map(tree.rows.get, keys))
         pages = found.index(None) if None in found else len(found)
         rows = np.array(found[:pages], np.int64)
-        columns = []
+        columns: list[tuple[ComponentTable, npt.NDArray[np.uint32]]] = []
         for component in components:
             table = None if component is None else tree.tables.get(component)
             if table is None:
@@ -107,6 +107,7 @@ class Pages:
                 rows = rows[:pages]
             columns.append((table, held))
         if len(columns) == 1:
+            table, held = columns[0]
             return self._locate(pages, held[:pages] - _ONE, table.length[rows])
         slots = np.concatenate([held[:pages] for _, held in columns]) - _ONE
         return self._locate(pages, slots, np.concatenate([table.length[rows] for table, _ in columns]))

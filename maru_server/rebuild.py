@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from maru_core.pool.format import COMMITTED, FREE, RESERVED, SLOT_GRAIN
 from maru_core.protocol import HASH_BYTES
-from maru_server.directory import PoolDirectory, Slots
+from maru_server.directory import U64, PoolDirectory, Slots
 from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, Rows
 
 #: Records looked at in one step: few enough that the temporary arrays stay small.
@@ -45,7 +45,7 @@ def rebuild(directory: PoolDirectory, now_ns: int) -> Rebuilt:
     discarded.append(committed[~believed])
     committed = committed[believed]
     namespaces = directory.records["namespace"][committed]
-    for number in np.unique(namespaces).tolist():
+    for number in np.flatnonzero(np.bincount(namespaces)).tolist():
         tree, doubtful = _tree(directory, number, committed[namespaces == number], now_ns)
         trees[number] = tree
         discarded.append(doubtful)
@@ -53,7 +53,7 @@ def rebuild(directory: PoolDirectory, now_ns: int) -> Rebuilt:
     if len(gone):
         directory.free(gone)
     directory.drop_damaged_names()
-    occupied = np.concatenate([reserved, np.setdiff1d(committed, gone)])
+    occupied = np.concatenate([reserved, committed[directory.states[committed] == COMMITTED]])
     return Rebuilt(trees, reserved, occupied, len(gone))
 
 
@@ -111,9 +111,15 @@ def _tree(
 ) -> tuple[PrefixTree, npt.NDArray[np.uint32]]:
     """The tree of one namespace, and the slots whose records contradict others."""
     records = directory.records[slots]
-    ids: dict[bytes, int] = {}
-    add = ids.setdefault
-    rows = np.array([add(key, len(ids)) for key in records["page_hash"].tolist()], np.int64)
+    keys = records["page_hash"].tolist()
+    ids: dict[bytes, int] = dict(zip(keys, range(len(keys)), strict=True))
+    if len(ids) == len(keys):
+        rows = np.arange(len(keys))
+    else:
+        ids = {}
+        add = ids.setdefault
+        rows = np.array([add(key, len(ids)) for key in keys], np.int64)
+    del keys
     pages = len(ids)
     above = _parents(records, rows, ids)
     # The first record of a page says what its parent is; a record that says otherwise is not believed.
@@ -129,17 +135,14 @@ def _tree(
     last_use = np.zeros(len(ids), np.int64)
     used = np.minimum(records["last_use_ns"], np.uint64(now_ns)).astype(np.int64)
     tree = PrefixTree(number)
-    tree.adopt(list(ids), parents, last_use)
+    tree.adopt(ids, parents, last_use)
     places = records["component"].astype(np.int64) << 16 | records["shard"]
     worlds, lengths = records["world"], records["length"]
-    # Of two records of one object the later one stays.
-    order = np.argsort(records["generation"], kind="stable")[::-1]
-    for place in np.unique(places).tolist():
+    for place in sorted(set(places.tolist())):
         component, shard = place >> 16, place & 0xFFFF
-        mine = order[(places[order] == place) & good[order]]
-        unique = np.unique(rows[mine], return_index=True)[1]
+        mine = np.flatnonzero((places == place) & good)
         good[mine] = False
-        mine = np.sort(mine[unique])
+        mine = _latest(rows, mine, records["generation"])
         table = tree.table(component)
         fits = (table.held[rows[mine]] == 0) | (
             (table.world[rows[mine]] == worlds[mine]) & (table.length[rows[mine]] == lengths[mine])
@@ -150,6 +153,16 @@ def _tree(
         tree.last_use[rows[mine]] = np.maximum(tree.last_use[rows[mine]], used[mine])
     tree.prune(np.flatnonzero(tree.objects[: tree.size] == 0).tolist())
     return tree, slots[~good]
+
+
+def _latest(rows: Rows, mine: Rows, generations: U64) -> Rows:
+    """Of two records of one object, the later one; ``mine`` are records of one component and shard."""
+    chosen = np.empty(int(rows[mine].max(initial=0)) + 1, np.int64)
+    chosen[rows[mine]] = mine  # where several are assigned to one row, one of them stays
+    if (chosen[rows[mine]] == mine).all():
+        return mine
+    mine = mine[np.argsort(generations[mine], kind="stable")[::-1]]
+    return np.sort(mine[np.unique(rows[mine], return_index=True)[1]])
 
 
 def _parents(records: npt.NDArray[Any], rows: Rows, ids: dict[bytes, int]) -> Rows:

@@ -67,6 +67,9 @@ _TICK_RESERVATIONS: Final = 256
 #: Most uses waiting to be written down; older ones are forgotten (after a restart those pages look less used).
 _TOUCHES_MAX: Final = 1 << 18
 
+#: Memory that should be ready beyond what is in use, bytes: a burst of stores must not wait for the kernel to zero pages.
+AHEAD_BYTES: Final = 256 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateConfig:
@@ -487,7 +490,8 @@ class ServerState:
 
     def _wanted(self) -> int:
         cut = self._slabs.cut
-        return min(self._geometry.extent_count, cut + 2 + cut // 8)
+        ahead = max(2, -(-AHEAD_BYTES // self._geometry.extent_bytes), cut // 4)
+        return min(self._geometry.extent_count, cut + ahead)
 
     def _may_grow(self, time: float) -> bool:
         """More of the pool will be ready soon: no page need be evicted now. Not for long: memory may be short."""

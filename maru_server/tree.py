@@ -130,7 +130,8 @@ class PrefixTree:
                 self._grow(self.size)
         self.rows.update(zip(keys, taken, strict=True))
         if isinstance(taken, range):
-            rows, where = np.arange(taken.start, taken.stop), slice(taken.start, taken.stop)
+            rows = np.arange(taken.start, taken.stop)
+            where: slice | Rows = slice(taken.start, taken.stop)  # faster than an index array
         else:
             rows = where = np.array(taken, np.int64)
         self._next[where] = _NONE
@@ -302,14 +303,14 @@ class PrefixTree:
 
     # ------------------------------------------------------------ rebuilding
 
-    def adopt(self, keys: list[bytes], parents: Rows, last_use: npt.NDArray[np.int64]) -> None:
-        """Fill an empty tree: row ``i`` is the page ``keys[i]`` under ``parents[i]``; no cycles. Columns only: the
-        objects come by :meth:`adopt_objects`."""
+    def adopt(self, rows: dict[bytes, int], parents: Rows, last_use: npt.NDArray[np.int64]) -> None:
+        """Fill an empty tree: the ``i``-th key of ``rows`` is row ``i``, under ``parents[i]``; no cycles. Columns only:
+        the objects come by :meth:`adopt_objects`."""
         assert not self.size
-        count = len(keys)
+        count = len(rows)
         self.size = count
-        self.keys = list(keys)
-        self.rows = dict(zip(keys, range(count), strict=True))
+        self.keys = list(rows)
+        self.rows = rows
         if count > len(self.parent):
             self._grow(count)
         self.parent[:count] = parents

@@ -128,7 +128,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(who=st.integers(0, 2), pick=st.integers(0, 100), shift=st.integers(-1, 1))
     def commit_what_is_not_yours(self, who: int, pick: int, shift: int) -> None:
-        owner, session, grant, _ = self.grants[pick % len(self.grants)]
+        _, session, grant, _ = self.grants[pick % len(self.grants)]
         client = self.someone(who)
         if client.session == session and not shift:
             return

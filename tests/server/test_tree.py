@@ -106,7 +106,7 @@ def test_adopting_builds_the_same_tree() -> None:
     random = np.random.default_rng(0)
     parents = np.array([ROOT_ROW, *(int(random.integers(-1, row)) for row in range(1, 500))], np.int64)
     parents[7] = UNKNOWN_ROW
-    tree.adopt(names, parents, np.arange(500, dtype=np.int64))
+    tree.adopt({key: row for row, key in enumerate(names)}, parents, np.arange(500, dtype=np.int64))
     rows = np.arange(500)
     tree.adopt_objects(0, 0, rows, rows.astype(np.uint32), np.full(500, 1), np.full(500, 9))
     tree.check()
