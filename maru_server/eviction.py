@@ -14,7 +14,7 @@ from typing import Final
 from maru_server.tree import PrefixTree
 
 _ROW_BITS: Final = 32
-_TREE_BITS: Final = 16
+_TREE_BITS: Final = 32
 #: Ages are compared in units of 2**10 ns, about a microsecond.
 _AGE_SHIFT: Final = 10
 

@@ -28,7 +28,9 @@ _ABSENT: Final = -3
 #: Most pages evicted between two looks at how much room there is.
 _STEP: Final = 64
 #: Most pages that go to empty one extent of another slot size.
-_RECLAIM_PAGES: Final = 16384
+_RECLAIM_PAGES: Final = 4096
+#: Most extents of other slot sizes that one request empties.
+_RECLAIM_EXTENTS: Final = 16
 
 _EMPTY: Final = b""
 _ONE: Final = np.uint32(1)
@@ -554,8 +556,9 @@ class Pages:
         if self.slabs.used(slot_bytes):
             self.evict(2 * count + _STEP, short, now_ns)
         # Old pages of other sizes may leave no whole extent free, however many go: empty one extent after another.
-        while short() > 0 and self._reclaim(slot_bytes):
-            pass
+        for _ in range(_RECLAIM_EXTENTS):
+            if short() <= 0 or not self._reclaim(slot_bytes):
+                break
 
     def _reclaim(self, slot_bytes: int) -> bool:
         """Empty an extent of another slot size, one with few objects; False if none can be."""

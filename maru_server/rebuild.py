@@ -17,7 +17,7 @@ import numpy.typing as npt
 from maru_core.pool.format import COMMITTED, FREE, RESERVED, SLOT_GRAIN
 from maru_core.protocol import HASH_BYTES
 from maru_server.directory import U64, PoolDirectory, Slots
-from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, Rows
+from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, Rows, depths
 
 #: Records looked at in one step: few enough that the temporary arrays stay small.
 _CHUNK: Final = 1 << 16
@@ -128,7 +128,7 @@ def _tree(
     parents = np.full(len(ids), UNKNOWN_ROW, np.int64)
     parents[:pages] = above[first]
     good = above == parents[rows]
-    astray = _astray(parents)
+    astray = depths(parents) < 0
     good &= ~astray[rows]
     parents[astray] = UNKNOWN_ROW
 
@@ -181,14 +181,3 @@ def _parents(records: npt.NDArray[Any], rows: Rows, ids: dict[bytes, int]) -> Ro
         found[index] = ids.setdefault(keys[index], len(ids))
     above[others] = found
     return above
-
-
-def _astray(parents: Rows) -> npt.NDArray[np.bool_]:
-    """Rows that lead to no top: they lie on a cycle or below one. Each step doubles how far up every row looks."""
-    above = np.append(parents, -1)  # index -1 is the sentinel: it leads to itself
-    above[above < 0] = -1
-    for _ in range(max(1, len(parents)).bit_length() + 1):
-        if not (above >= 0).any():
-            break
-        above = above[above]
-    return above[:-1] >= 0

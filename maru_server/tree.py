@@ -67,6 +67,22 @@ class ComponentTable:
         self.slots = {shard: grown(column, capacity) for shard, column in self.slots.items()}
 
 
+def depths(parents: npt.NDArray[Any]) -> Rows:
+    """How far below its top each row is; -1 for rows that lead to no top (on a cycle of parents, or below one).
+
+    Each step doubles how far up every row looks."""
+    above = np.append(parents.astype(np.int64), -1)  # index -1 is the sentinel: it leads to itself
+    above[above < 0] = -1
+    depth = (above >= 0).astype(np.int64)
+    for _ in range(len(parents).bit_length() + 1):
+        if not (above >= 0).any():
+            break
+        depth += depth[above]
+        above = above[above]
+    depth[above >= 0] = -1
+    return depth[:-1]
+
+
 def grown(column: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
     """The column with more rows; the new ones are zero, and cost no memory until they are used."""
     larger = np.zeros(capacity, column.dtype)
@@ -297,9 +313,8 @@ class PrefixTree:
     def strip_all(self) -> npt.NDArray[np.uint32]:
         """Take all slots off all pages, children before their parents; no row may have a writer. The tree is of no
         use afterwards."""
-        order = self._walk(row for row in self.rows.values() if self.parent[row] < 0)
-        order.reverse()
-        return self.strip(np.array(order, np.int64))
+        rows = np.fromiter(self.rows.values(), np.int64, len(self.rows))
+        return self.strip(rows[np.argsort(-depths(self.parent[: self.size])[rows], kind="stable")])
 
     # ------------------------------------------------------------ rebuilding
 

@@ -8,7 +8,7 @@ from maru_harness import chain, geometry, record
 from stepping import SteppingDirectory
 
 from maru_core.pool.format import COMMITTED, FREE, RECORD, RESERVED, checksum_shares, record_checks
-from maru_server.directory import PoolDirectory
+from maru_server.directory import CHECK_WORD, PoolDirectory
 from maru_server.pages import words
 
 
@@ -189,6 +189,21 @@ def test_the_generation_is_in_memory_before_the_state() -> None:
     (told,) = give(directory, [0]).tolist()
     assert {generation for state, generation in seen if state != FREE} == {told}
     assert all(generation == told for _, generation in seen)
+
+
+def test_a_reserved_records_body_is_whole() -> None:
+    shape = geometry()
+    directory = SteppingDirectory(shape, np.zeros(shape.off_data, np.uint8))
+    slots = np.array([0, 1], np.uint32)
+
+    def look() -> None:
+        reserved = slots[directory.states[slots] != FREE]
+        assert (directory.words[reserved, CHECK_WORD] == record_checks(directory.words[reserved])).all()
+
+    directory.after_store = look
+    give(directory, [0, 1])
+    directory.commit(slots, None)
+    directory.free(slots)
 
 
 def test_meta_must_be_the_pools() -> None:

@@ -10,7 +10,7 @@ from maru_harness import chain
 
 from maru_server.eviction import LruLeaves
 from maru_server.pages import split
-from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree
+from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, depths
 
 
 def keys(name: object, count: int, start: int = 0) -> list[bytes]:
@@ -112,6 +112,25 @@ def test_adopting_builds_the_same_tree() -> None:
     tree.check()
     for row in (0, 7, 100):
         assert set(tree.children(row)) == set(np.flatnonzero(parents == row).tolist())
+
+
+def test_depths_and_cycles() -> None:
+    parents = np.array([ROOT_ROW, 0, 1, 2, 1, 6, 5, 6, UNKNOWN_ROW, 8])
+    assert depths(parents).tolist() == [0, 1, 2, 3, 2, -1, -1, -1, 0, 1]
+    assert depths(np.arange(-1, 999)).tolist() == list(range(1000))
+    assert depths(parents[:0]).tolist() == []
+
+
+def test_all_slots_come_off_children_first() -> None:
+    tree = PrefixTree(0)
+    store(tree, tree.add_chain(keys("a", 3), ROOT_ROW, 1), 0)
+    store(tree, tree.add_chain(keys("b", 2), 1, 1), 3)
+    store(tree, tree.add_chain(keys("c", 1), ROOT_ROW, 1), 5)
+    slots = tree.strip_all().tolist()
+    assert sorted(slots) == list(range(6))
+    assert slots[0] == 4
+    assert set(slots[1:3]) == {2, 3}
+    assert slots[3] == 1
 
 
 def test_the_queue_gives_leaves_by_true_age() -> None:
