@@ -77,9 +77,11 @@ class PoolDirectory:
         self._namespaces = self._view(geometry.off_namespaces, geometry.namespace_capacity * NAMESPACE_BYTES)
         # Generations are not reused over a format of the same memory, even where the array was left zero.
         self._generation_floor = np.uint64((geometry.created_ns // 1_000_000_000) << 32)
-        self._slots_per_extent = np.uint32(geometry.slots_per_extent)
-        # Slot s of extent e lies at s * slot_bytes[e] + base[e] (modulo 2**64): no remainder to compute per slot.
-        self._bases: U64 = np.array([self._base(extent, int(size)) for extent, size in enumerate(self.extents)], "<u8")
+        # Where each slot of a cut extent lies: one load per slot where every match and reserve asks. Rows of extents that
+        # are not cut are never touched and take no memory.
+        self._offsets: U64 = np.zeros(slots, np.uint64)
+        for extent in np.flatnonzero(self.extents).tolist():
+            self._note_offsets(extent, int(self.extents[extent]))
 
     def _view(self, offset: int, nbytes: int) -> npt.NDArray[Any]:
         assert offset >= BLOCK_BYTES
@@ -94,21 +96,21 @@ class PoolDirectory:
 
     def offsets(self, slots: npt.NDArray[np.uint32]) -> U64:
         """Byte offset in the pool of each slot; the slots' extents must be cut."""
-        extents = slots // self._slots_per_extent
-        offsets: U64 = self.extents[extents]
-        offsets *= slots
-        offsets += self._bases[extents]
+        offsets: U64 = self._offsets.take(slots)
         return offsets
 
     def set_extent(self, extent: int, slot_bytes: int) -> None:
         """Cut an extent into slots of ``slot_bytes``, or return it (0). All its slots must be free."""
         self._store(self.extents, extent, slot_bytes)
-        self._bases[extent] = self._base(extent, slot_bytes)
+        if slot_bytes:
+            self._note_offsets(extent, slot_bytes)
 
-    def _base(self, extent: int, slot_bytes: int) -> int:
+    def _note_offsets(self, extent: int, slot_bytes: int) -> None:
         geometry = self.geometry
+        first = extent * geometry.slots_per_extent
+        count = min(geometry.extent_bytes // slot_bytes, geometry.slots_per_extent)
         start = geometry.off_data + extent * geometry.extent_bytes
-        return (start - extent * geometry.slots_per_extent * slot_bytes) % (1 << 64)
+        self._offsets[first : first + count] = start + np.arange(count, dtype=np.uint64) * np.uint64(slot_bytes)
 
     # ------------------------------------------------------------ the life of an object
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,9 +95,10 @@ class Pages:
 
     def match(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
         """The longest prefix of ``keys`` that is whole in all components, and where ``shard`` of it lies."""
-        found: list[Any] = list(map(tree.rows.get, keys))
-        pages = found.index(None) if None in found else len(found)
-        rows = np.array(found[:pages], np.int64)
+        rows = chain_rows(tree, keys, _ABSENT)
+        if len(rows) and rows.min() < 0:
+            rows = rows[: int((rows < 0).argmax())]
+        pages = len(rows)
         columns: list[tuple[ComponentTable, npt.NDArray[np.uint32]]] = []
         for component in components:
             table = None if component is None else tree.tables.get(component)
@@ -172,7 +173,7 @@ class Pages:
             pages,
             slots.tobytes(),
             directory.offsets(slots).tobytes(),
-            directory.generations[slots].tobytes(),
+            directory.generations.take(slots).tobytes(),
             lengths.tobytes(),
             directory.checksums[slots].tobytes(),
         )
