@@ -27,6 +27,7 @@ from pathlib import Path
 
 from maru_core.errors import ConfigError, MaruError, ServerUnavailableError
 from maru_core.pool import parse_pool_uri
+from maru_core.pool.backing import is_used
 from maru_core.settings import Settings
 
 log = logging.getLogger("maru.embedded")
@@ -38,8 +39,15 @@ MAX_POOL_BYTES = 64 << 30
 #: Linux's limit for the path of a Unix socket (108 with the closing NUL).
 SOCKET_PATH_MAX = 107
 
+#: In /dev/shm anyone may have put anything under a pool's name: never wait in open(), never follow a link.
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
 # The server must not be the engine's child: engines kill their whole process tree when they end.
 _DETACH = "import subprocess, sys; subprocess.Popen(sys.argv[2:], start_new_session=True, pass_fds=[int(sys.argv[1])])"
+
+
+class StartFailedError(ServerUnavailableError):
+    """The embedded server was started and ended at once, more than once: waiting will not help."""
 
 
 class Starter:
@@ -52,8 +60,9 @@ class Starter:
         self.socket = self.directory / "server.sock"
         self.endpoint = f"ipc://{self.socket}"
         uid = os.getuid()
-        # One pool per runtime directory: tests and containers with their own do not meet.
-        where = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]
+        # One pool per runtime directory: tests and containers with their own do not meet. Containers may share /dev/shm
+        # and yet have each a /tmp of its own: the same path is another directory there.
+        where = hashlib.sha256(b"%d:%s" % (_file_system(self.directory), os.fsencode(self.directory))).hexdigest()[:12]
         self.pool_name = f"{POOL_PREFIX}-{uid}-{where}"
         if len(os.fsencode(self.socket)) > SOCKET_PATH_MAX:
             raise ConfigError(
@@ -65,22 +74,18 @@ class Starter:
 
         Raises:
             ConfigError: the runtime directory or the pool size cannot be used.
-            ServerUnavailableError: it did not come up within ``timeout_s`` seconds; the message has its last words.
+            StartFailedError: it ended at its start; the message has its last words.
+            ServerUnavailableError: it did not come up within ``timeout_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         self._make_directory()
-        with self._start_lock(deadline):
-            if not _is_served(self._pool_path):
-                self._sweep()
-                try:
-                    self._start(deadline)
-                except ServerUnavailableError:
-                    # A pool that is damaged, or of another version, must not stand in the way for ever: it is only a
-                    # cache, and this one is nobody else's.
-                    if not _remove_if_unserved(self._pool_path):
-                        raise
-                    log.warning("the pool %s could not be taken up again: starting with a new one", self._pool_path)
-                    self._start(deadline)
+        try:
+            with self._start_lock(deadline):
+                if not _is_served(self._pool_path):
+                    self._sweep()
+                    self._start_on_what_is_left(deadline)
+        except OSError as error:
+            raise ServerUnavailableError(f"the embedded server could not be started: {error}") from error
         return self.endpoint
 
     # ------------------------------------------------------------ inside
@@ -120,18 +125,38 @@ class Starter:
                     time.sleep(0.02)
             yield
         finally:
-            os.close(descriptor)
+            _let_go(descriptor)
 
     def _sweep(self) -> None:
         """Remove what killed servers of this user left: the stale socket, and pools that no server serves.
 
-        Our own pool stays: the new server finds everything in it again.
+        Our own pool stays: the new server finds everything in it again. So does another that clients still map: one of
+        them starts a server on it soon.
         """
         with contextlib.suppress(FileNotFoundError):
             self.socket.unlink()
         for path in self._pool_path.parent.glob(f"{POOL_PREFIX}-{os.getuid()}-*"):
-            if path != self._pool_path and _remove_if_unserved(path):
+            if path != self._pool_path and _remove_if_unserved(path, unless_used=True):
                 log.info("swept the stale pool %s", path)
+
+    def _start_on_what_is_left(self, deadline: float) -> None:
+        """Start a server on the pool that a killed one left, if there is one."""
+        try:
+            self._start(deadline)
+            return
+        except StartFailedError as error:
+            # Perhaps it was killed too, and nothing is wrong with the pool.
+            log.warning("%s: trying again", error)
+        try:
+            self._start(deadline)
+            return
+        except StartFailedError:
+            # A pool that is damaged, or of another version, must not stand in the way for ever: it is only a cache, and
+            # this one is nobody else's.
+            if not _remove_if_unserved(self._pool_path):
+                raise
+        log.warning("the pool %s could not be taken up again: starting with a new one", self._pool_path)
+        self._start(deadline)
 
     def _size(self) -> int:
         """Bytes of the pool to serve. What a killed server left is taken up again unless another size is asked for."""
@@ -199,7 +224,7 @@ class Starter:
                 raise ServerUnavailableError(f"the embedded server was not ready in time: {self._last_words()}")
             data = os.read(read_end, 4096)
             if not data:
-                raise ServerUnavailableError(f"the embedded server ended at its start: {self._last_words()}")
+                raise StartFailedError(f"the embedded server ended at its start: {self._last_words()}")
             line += data
         log.info("started the embedded server: %s", json.loads(line))
 
@@ -214,7 +239,7 @@ class Starter:
 def _is_served(path: Path) -> bool:
     """Whether a living server holds the pool's lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | _OPEN)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -226,26 +251,42 @@ def _is_served(path: Path) -> bool:
     except BlockingIOError:
         return True
     finally:
-        os.close(descriptor)
+        _let_go(descriptor)
     return False
 
 
-def _remove_if_unserved(path: Path) -> bool:
-    """Unlink a pool that no server has locked; the lock is held while it goes, so that no server can take it up meanwhile."""
+def _remove_if_unserved(path: Path, *, unless_used: bool = False) -> bool:
+    """Unlink a pool that no server has locked (and, with ``unless_used``, no client maps); the lock is held while it goes, so that no server can take it up meanwhile."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | _OPEN)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == path.stat().st_ino:
+        if os.fstat(descriptor).st_ino == path.stat().st_ino and not (unless_used and is_used(descriptor)):
             path.unlink()
             return True
     except OSError:
         pass
     finally:
-        os.close(descriptor)
+        _let_go(descriptor)
     return False
+
+
+def _let_go(descriptor: int) -> None:
+    """Unlock and close. A child that another thread has forked meanwhile holds the descriptor too: closed here alone, it
+    would keep the lock for as long as that child lives."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _file_system(directory: Path) -> int:
+    """Device number of the file system that the directory is on, or will be made on."""
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            return place.stat().st_dev
+    return 0
 
 
 def _available_memory() -> int:

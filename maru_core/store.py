@@ -121,8 +121,14 @@ class Store:
         if config.pool is None and settings.pool is not None:
             config = msgspec.structs.replace(config, pool=settings.pool)
         if endpoint is None:
-            ensure = embedded.Starter(pool_size=config.pool_size).ensure
-            endpoint = ensure()
+            starter = embedded.Starter(pool_size=config.pool_size)
+            ensure, endpoint = starter.ensure, starter.endpoint
+            try:
+                ensure()
+            except embedded.StartFailedError:
+                raise
+            except ServerUnavailableError as error:
+                log.warning("Maru's embedded server is not there yet (%s): nothing is cached until it is", error)
         session = Session(endpoint, name=name, timeout_s=config.timeout_ms / 1000)
         store = cls(config, namespace, session, ensure)
         try:
@@ -554,6 +560,9 @@ class Store:
             self._current()
         except MaruError as error:
             self._log("revive", "the embedded server is not back yet: %s", error)
+        except Exception:
+            # Whatever it was, the next attempt must come.
+            self._log("revive", "the embedded server could not be looked after", exc_info=True)
 
 
 def _hash_at(hashes: bytes, index: int) -> bytes:

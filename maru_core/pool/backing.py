@@ -5,6 +5,7 @@ Knows nothing of the pool's format. Every mapping of a pool is made by :meth:`Ba
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -12,6 +13,7 @@ import mmap
 import os
 import pwd
 import stat
+import struct
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Final
@@ -28,6 +30,10 @@ SYSFS: Final = Path("/sys")
 PAGE: Final = mmap.PAGESIZE
 #: linux/mman.h; since Linux 5.14. Not in Python's mmap module.
 _MADV_POPULATE_WRITE: Final = 23
+
+#: struct flock of fcntl(2). These locks know nothing of those of flock(2), which say who serves the pool, and end with
+#: the last descriptor, of which each mapping has one.
+_FLOCK: Final = struct.Struct("hhqqi4x")
 
 # os.posix_fallocate would do, but where a file system has no fallocate glibc emulates it by rewriting a byte of each
 # block, which races with a client that writes there; mmap.madvise keeps the GIL. Both calls below release it.
@@ -110,6 +116,12 @@ class Backing(ABC):
         # Mappings hold duplicates of the descriptor, and the lock with them, for as long as an array is alive
         # somewhere: closing is not enough to let the next server in.
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def note_use(self) -> None:
+        """Hold a mark on the pool for as long as what is mapped through this descriptor stays mapped: see
+        :func:`is_used`. Best effort."""
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, _record_lock(fcntl.F_RDLCK))
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -234,6 +246,19 @@ class DaxBacking(Backing):
 
     def still_there(self) -> bool:
         return True
+
+
+def is_used(descriptor: int) -> bool:
+    """Whether some process, in whatever container, has the pool mapped as a client. The descriptor is open for writing."""
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _record_lock(fcntl.F_WRLCK))
+    except OSError:
+        return False
+    return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
+
+
+def _record_lock(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
 def populate(address: int, length: int) -> bool:

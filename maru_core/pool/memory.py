@@ -160,6 +160,7 @@ class PoolMemory:
                     f"{uri}: this is pool {uuid.UUID(bytes=geometry.pool_uuid)}, the server's is "
                     f"{uuid.UUID(bytes=expected_uuid)}: name the path by which this host reaches the server's pool"
                 )
+            read_only.note_use()
             meta = read_only.map(0, geometry.off_data, writable=False)
             # The file may have been replaced between the two opens: both must show the same pool.
             if Geometry.read(read_write.read(0, BLOCK_BYTES)) != geometry:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,3 +185,113 @@ def test_a_size_that_cannot_be_is_refused_with_the_servers_words(
     monkeypatch.setenv("MARU_POOL_SIZE", "1M")
     with pytest.raises((ConfigError, ServerUnavailableError), match=r"too small|smallest|at least|1 MiB|1048576"):
         Starter().ensure()
+
+
+def test_a_child_that_is_forked_meanwhile_does_not_keep_the_locks(starter: Starter) -> None:
+    starter._make_directory()
+    with starter._start_lock(time.monotonic() + 5):
+        # What another thread of an engine may do at any instant.
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+    try:
+        with starter._start_lock(time.monotonic() + 1):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_server_that_is_killed_at_its_start_loses_nothing(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    chain, pages = hashes(6), Pages(6, SIZES, seed=1)
+    assert store.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
+    monkeypatch.setattr(store, "_ensure_server", None)  # this test starts the next server itself
+    (pid,) = server_pids(starter)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: not embedded._is_served(starter._pool_path), "the lock of the killed server is gone")
+    await_ready, killed = Starter._await_ready, []
+
+    def kill_the_first(self: Starter, read_end: int, deadline: float) -> None:
+        if not killed:
+            await_condition(lambda: len(server_pids(starter)) == 1, "a server is on its way")
+            killed.extend(server_pids(starter))
+            os.kill(killed[0], signal.SIGSTOP)  # before it can say that it is ready
+            os.kill(killed[0], signal.SIGKILL)
+        await_ready(self, read_end, deadline)
+
+    monkeypatch.setattr(Starter, "_await_ready", kill_the_first)
+    starter.ensure()
+    assert killed
+    await_condition(lambda: store.prefix(["kv"], 0, chain) == 6, "what was stored is found again")
+    store.close()
+
+
+def test_a_server_that_cannot_be_started_now_is_started_later(starter: Starter) -> None:
+    store = open_store()
+    log = starter.directory / "server.log"
+    log.unlink()
+    log.mkdir()
+    (pid,) = server_pids(starter)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: "revive" in store._logged, "an attempt has failed")
+    log.rmdir()
+    await_condition(lambda: server_pids(starter), "another attempt is made")
+    store.close()
+
+
+def test_a_pool_that_clients_still_map_is_not_swept(starter: Starter, tmp_path: Path) -> None:
+    store = open_store()
+    store._ensure_server = None  # nobody starts another server meanwhile
+    (pid,) = server_pids(starter)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: not embedded._is_served(starter._pool_path), "the lock of the killed server is gone")
+    other = Starter(
+        settings=Settings.from_environment({"MARU_RUNTIME_DIR": str(tmp_path / "other"), "MARU_POOL_SIZE": "64M"})
+    )
+    other._sweep()
+    assert starter._pool_path.exists()
+    store.close()
+    del store
+    await_condition(lambda: other._sweep() or not starter._pool_path.exists(), "nobody maps it any more: it is swept")
+
+
+def test_what_is_no_file_under_the_pools_name_is_replaced_and_not_waited_for(starter: Starter) -> None:
+    os.mkfifo(starter._pool_path)
+    done = threading.Thread(target=starter.ensure, daemon=True)
+    done.start()
+    done.join(20)
+    assert not done.is_alive()
+    assert starter._pool_path.is_file()
+
+
+def test_a_starter_that_is_stopped_costs_others_a_while_and_no_error(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure = Starter.ensure
+    monkeypatch.setattr(Starter, "ensure", lambda self, timeout_s=0.5: ensure(self, timeout_s))
+    starter._make_directory()
+    with starter._start_lock(time.monotonic() + 5):
+        store = open_store()
+        assert store.prefix(["kv"], 0, hashes(2)) == 0
+    chain, pages = hashes(2), Pages(2, SIZES, seed=1)
+    await_condition(lambda: ensure(starter) and store._session.connected, "the server is there")
+    assert store.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
+    store.close()
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
+    ).returncode,
+    reason="no mount namespace can be made here",
+)
+def test_containers_with_the_same_path_and_shared_memory_do_not_share_a_pool(starter: Starter, tmp_path: Path) -> None:
+    code = "from maru_core.embedded import Starter; print(Starter().pool_name)"
+    command = f'mount -t tmpfs none {tmp_path} && exec {sys.executable} -c "{code}"'
+    inside = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=True)
+    assert inside.stdout.startswith(embedded.POOL_PREFIX)
+    # Of a user namespace: the same user, another directory.
+    assert inside.stdout.strip().rpartition("-")[2] != starter.pool_name.rpartition("-")[2]
