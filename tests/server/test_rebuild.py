@@ -70,7 +70,9 @@ def test_reserved_slots_are_nobodys_after_a_restart(server: Server, client: Clie
     assert client.commit(grant) == [1, 1, 1]
     fresh = client.store(chain("a", 3, start=1), parent=chain("a", 1))
     assert not set(fresh.slots.tolist()) & set(grant.slots.tolist())
-    server.wait(610, step=4, alive=(client,))
+    server.wait(590, step=4, alive=(client,))
+    assert server.stats["slots_quarantined"] == 2
+    server.wait(20, step=4, alive=(client,))
     assert server.stats["slots_quarantined"] == 0
     assert client.match(chain("a", 4)).pages == 4
 

@@ -559,6 +559,18 @@ def test_an_extent_that_is_being_written_is_not_given_up() -> None:
     assert client.commit(writing) == [COMMITTED] * 8
 
 
+def test_an_extent_that_cannot_be_emptied_is_not_robbed() -> None:
+    server, client, total = full()
+    # The extent with the fewest objects has a slot of a client that may still be writing.
+    client.store(chain("a", 1))
+    client.reserve(chain("w", 7))
+    server.client("deleter").delete(chain("w", 1))
+    client.store(chain("b", total - 8))
+    assert server.stats["slots_quarantined"] == 7
+    assert client.store(chain("large", 1), component="mamba", nbytes=server.geometry.extent_bytes).status == [RESERVED]
+    assert client.match(chain("a", 1)).pages == 1
+
+
 def test_uses_are_remembered_over_a_restart() -> None:
     server, client, total = full()
     for name in ("a", "b"):
