@@ -287,10 +287,10 @@ class PoolMemory:
         if not zeroed:
             meta[:BLOCK_BYTES] = 0
             meta[BLOCK_BYTES:] = 0
-        created_s = geometry.created_ns // 1_000_000_000
-        memory.generations[:] = created_s << 32
-        # From the time, as generations: a client of the pool before must not take the first server for its own.
-        memory._owner_block["incarnation"] = created_s << 20
+        memory.generations[:] = geometry.created_ns // 1_000_000_000 << 32
+        # From the time, as generations, but to the nanosecond: where one endpoint serves one new pool after another, a
+        # client of the first, who still maps it, must not take the server of the second for its own.
+        memory._owner_block["incarnation"] = geometry.created_ns
         block = np.frombuffer(geometry.superblock(), np.uint8)
         meta[len(MAGIC) : BLOCK_BYTES] = block[len(MAGIC) :]
         meta[: len(MAGIC)].view("<u8")[0] = block[: len(MAGIC)].view("<u8")[0]

@@ -133,7 +133,7 @@ def last_generation_second(uri: PoolURI, backing: Backing) -> int:
     end = geometry.off_generations + 8 * geometry.slot_count
     generations = meta[geometry.off_generations : end].view("<u8")
     incarnation = int(meta[BLOCK_BYTES : BLOCK_BYTES + 8].view("<u8")[0])
-    return max(int(generations.max()) >> 32, incarnation >> 20, geometry.created_ns // 1_000_000_000)
+    return max(int(generations.max()) >> 32, incarnation // 1_000_000_000, geometry.created_ns // 1_000_000_000)
 
 
 def owner_text(block: bytes) -> str:

@@ -326,6 +326,17 @@ def test_a_new_format_repeats_no_generation_and_no_incarnation(shm_uri: str, poo
     assert int(third.generations.min()) > int(second.geometry.created_ns // 10**9) << 32 | 0xFFFFFFFF
 
 
+def test_pools_made_in_one_second_have_no_incarnation_in_common(shm_uri: str, pools: Keep) -> None:
+    """A client that maps the first, whose file was removed, would believe what the server of the second says."""
+    incarnations = set()
+    for _ in range(4):
+        server = pools(PoolMemory.create(shm_uri))
+        incarnations |= {server.bump_incarnation() for _ in range(3)}
+        server.unlink()
+        server.close()
+    assert len(incarnations) == 12
+
+
 def test_a_format_leaves_the_memory_of_old_clients_alone(shm_uri: str, pools: Keep) -> None:
     server = PoolMemory.create(shm_uri)
     server.data[:4096] = 1
