@@ -105,7 +105,7 @@ def test_what_cannot_be_known_is_not_death(change: dict[str, object]) -> None:
     process, identity = child()
     end(process)
     assert identity.is_dead_here()
-    assert not dataclasses.replace(identity, **change).is_dead_here()  # type: ignore[arg-type]
+    assert not dataclasses.replace(identity, **change).is_dead_here()
 
 
 def test_a_process_of_another_user_is_not_dead() -> None:

@@ -328,7 +328,7 @@ def test_an_answer_of_another_kind_or_of_wrong_lengths_is_an_error(peer: Peer, s
         p.Reserve: lambda rid: p.Reserved(rid, 7, bytes(2), bytes(8), bytes(16), bytes(8)),
         p.Commit: lambda rid: p.Committed(rid, 7, bytes(1)),
     }
-    peer.answer = lambda message: [short[type(message)](message.rid)] if type(message) in short else peer.good(message)  # type: ignore[union-attr]
+    peer.answer = lambda message: [short[type(message)](message.rid)] if type(message) in short else peer.good(message)
     for call in (
         lambda: session.match(1, ["kv"], 0, b"h" * 64),
         lambda: session.match(1, ["kv"], 0, b"h" * 32),  # more pages than were asked for
@@ -343,8 +343,8 @@ def test_an_answer_of_another_kind_or_of_wrong_lengths_is_an_error(peer: Peer, s
 def test_a_refusal_carries_its_code(peer: Peer, session: Session) -> None:
     session.connect()
     for rid in (None, 0):  # a server that cannot read a request cannot repeat its rid
-        peer.answer = lambda message, rid=rid: (  # type: ignore[misc]
-            [p.Error(message.rid if rid is None else rid, 7, "too-large", "an extent has 2 MiB")]  # type: ignore[union-attr]
+        peer.answer = lambda message, rid=rid: (
+            [p.Error(message.rid if rid is None else rid, 7, "too-large", "an extent has 2 MiB")]
             if isinstance(message, p.Reserve)
             else peer.good(message)
         )
@@ -441,7 +441,7 @@ def test_threads_that_find_a_restart_together_begin_one_life(peer: Peer, endpoin
 
 
 def test_another_protocol_version_is_named_and_an_upgraded_server_is_found(peer: Peer, session: Session) -> None:
-    peer.answer = lambda message: [p.Error(message.rid, 7, "version", "the server speaks 2 and the client 1")]  # type: ignore[union-attr]
+    peer.answer = lambda message: [p.Error(message.rid, 7, "version", "the server speaks 2 and the client 1")]
     for _ in range(2):
         with pytest.raises(VersionMismatchError, match="speaks 2 and the client 1"):
             session.stats()
@@ -486,7 +486,7 @@ def test_a_commit_or_release_without_an_answer_is_repeated(kind: type, peer: Pee
     first, *more = peer.of(kind)
     await_condition(lambda: session._errands.settled, "it is settled")
     for again in more:
-        assert msgspec.structs.replace(again, rid=0) == msgspec.structs.replace(first, rid=0)  # type: ignore[type-var]
+        assert msgspec.structs.replace(again, rid=0) == msgspec.structs.replace(first, rid=0)
 
 
 def test_nothing_of_an_old_life_is_settled_in_a_new_one(peer: Peer, session: Session) -> None:

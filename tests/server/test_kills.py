@@ -132,6 +132,14 @@ def attach(session: Session) -> tuple[PoolMemory, int]:
     return memory, session.open_namespace(namespace().record())
 
 
+def await_acknowledged(loads: list[Load], threads: list[threading.Thread], goal: int) -> None:
+    """Wait for this many batches, or for the end of all that store any."""
+    await_condition(
+        lambda: sum(len(load.acknowledged) for load in loads) >= goal or not any(t.is_alive() for t in threads),
+        f"{goal} batches are acknowledged",
+    )
+
+
 # ---------------------------------------------------------------- writers
 
 
@@ -236,13 +244,7 @@ def test_a_server_killed_anywhere_finds_every_acknowledged_page_again(seed: int,
             for thread in threads:
                 thread.start()
             goal = before + chance.randrange(1, 200)
-            await_condition(
-                lambda g=goal: (
-                    sum(len(load.acknowledged) for load in loads) >= g  # type: ignore[misc]
-                    or not any(thread.is_alive() for thread in threads)
-                ),
-                "batches are acknowledged",
-            )
+            await_acknowledged(loads, threads, goal)
             server.kill()
             for thread in threads:
                 thread.join(20)
@@ -251,9 +253,9 @@ def test_a_server_killed_anywhere_finds_every_acknowledged_page_again(seed: int,
             if life % 2:
                 # Killed while it starts, too: somewhere between the lock, the rebuild and the first reply.
                 early = ServerProcess(tmp_path, *server.options, pool=server.pool, bind=server.endpoint, size="")
-                starting = threading.Thread(target=lambda e=early: _start_and_be_killed(e))  # type: ignore[misc]
+                starting = threading.Thread(target=lambda e=early: _start_and_be_killed(e))
                 starting.start()
-                await_condition(lambda e=early: e.process is not None, "it starts")  # type: ignore[misc]
+                await_condition(lambda e=early: e.process is not None, "it starts")
                 time.sleep(chance.random() * 0.25)
                 early.signal(signal.SIGKILL)
                 starting.join(20)
@@ -263,7 +265,7 @@ def test_a_server_killed_anywhere_finds_every_acknowledged_page_again(seed: int,
             await_condition(
                 lambda n=life: all(
                     s.connected and s.epoch >= n + 2 for s in (checker, *(load.session for load in loads))
-                ),  # type: ignore[misc]
+                ),
                 "all clients have found the next server",
             )
             number = checker.open_namespace(namespace().record())
@@ -302,7 +304,7 @@ def test_a_stopped_server_that_wakes_up_late_keeps_its_clients(tmp_path: Path) -
         await_condition(lambda: time.monotonic() - stopped > 3 * LEASE_S, "several leases pass")
         server.signal(signal.SIGCONT)
         for session in sessions:
-            await_condition(lambda s=session: s.connected, "calls go through again")  # type: ignore[misc]
+            await_condition(lambda s=session: s.connected, "calls go through again")
         for session, reserved in zip(sessions, held, strict=True):
             committed = session.commit(reserved.slots, reserved.generations)
             assert set(committed.status) == {p.CommitStatus.COMMITTED}

@@ -67,7 +67,7 @@ def test_the_first_extents_have_their_memory_before_anyone_is_served(tmp_path: P
             provisioned.append(extent)
             return real(extent)
 
-        memory.provision = provision  # type: ignore[method-assign]
+        memory.provision = provision
 
     running = Running(tmp_path, prepare=prepare)
     assert provisioned[:2] == [0, 1]
@@ -78,7 +78,7 @@ def test_the_first_extents_have_their_memory_before_anyone_is_served(tmp_path: P
     for seed in range(4):
         await_condition(
             lambda s=seed: (
-                set(session.reserve(number, "kv", 0, 1, p.ROOT, hashes(1, seed=s), whole).status)  # type: ignore[misc]
+                set(session.reserve(number, "kv", 0, 1, p.ROOT, hashes(1, seed=s), whole).status)
                 <= {p.ReserveStatus.RESERVED, p.ReserveStatus.BUSY}
             ),
             f"extent {seed} comes into use",
@@ -103,7 +103,7 @@ def test_memory_that_cannot_be_had_is_asked_for_again(tmp_path: Path, monkeypatc
                 return False
             return real(extent)
 
-        memory.provision = provision  # type: ignore[method-assign]
+        memory.provision = provision
 
     running = Running(tmp_path, prepare=prepare)
     session = running.session()
@@ -170,6 +170,10 @@ def ask(dealer: zmq.Socket[bytes], *frames: bytes) -> p.Reply:
         (b"", 0),
         (b"\xc1", 0),
         (b"\x91" * 100_000, 0),
+        (
+            b"\x94" + msgspec.msgpack.encode("Stats") + b"\x01\x00" + b"\x91" * 100_000,
+            0,
+        ),  # in a field of a later release
         (b"\xdd\xff\xff\xff\xff", 0),
         (msgspec.msgpack.encode({"Match": 1}), 0),
         (msgspec.msgpack.encode(["Match", 12]), 12),
@@ -192,7 +196,7 @@ def test_what_is_not_a_message_is_refused(data: bytes, rid: int, running: Runnin
         assert isinstance(ask(dealer, p.encode(p.Stats(1))), p.StatsReply)
 
 
-@pytest.mark.parametrize("frames", [(b"", b"x"), (b"a", b"b", b"c"), (b"",) * 50])
+@pytest.mark.parametrize("frames", [(b"", b"x"), (b"a", b"b", b"c"), (b"",) * 50, (p.encode(p.Stats(1)), b"")])
 def test_a_request_of_several_frames_is_refused_as_one(frames: tuple[bytes, ...], running: Running) -> None:
     with raw(running.endpoint) as dealer:
         reply = ask(dealer, *frames)
