@@ -15,6 +15,7 @@ It does not know any engine, and it never decides placement.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -32,6 +33,7 @@ from maru_core.errors import (
     MaruError,
     PoolTooSmallError,
     ServerUnavailableError,
+    SessionLostError,
 )
 from maru_core.locations import Locations, RecentMatches
 from maru_core.mover import CxlMover, Fragments
@@ -91,6 +93,7 @@ class Store:
         self._session = session
         self._ensure_server = ensure
         self._checksums = config.verify == "checksum"
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._metrics_lock = threading.Lock()
@@ -234,6 +237,8 @@ class Store:
 
     def stats(self) -> dict[str, float | int | str]:
         """This store's counters, and the server's (``server_…``) where it answers."""
+        if self._forked:
+            return {}
         with self._metrics_lock:
             figures: dict[str, float | int | str] = dict(msgspec.structs.asdict(self.metrics))
         nothing: dict[str, float | int | str] = {}
@@ -243,6 +248,8 @@ class Store:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the session; calls under way finish first, within ``timeout_s`` seconds."""
+        if self._forked:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -258,6 +265,11 @@ class Store:
 
     # ------------------------------------------------------------ inside
 
+    @property
+    def _forked(self) -> bool:
+        """In a forked child nothing works, and no lock may be asked for: a thread that is not here may have held it."""
+        return os.getpid() != self._pid
+
     def _guarded(
         self, run: Callable[[_Life], T], otherwise: T, what: str, failed: Callable[[str], None] | None = None
     ) -> T:
@@ -265,6 +277,8 @@ class Store:
 
         ``failed`` is told the kind of failure, ``"unavailable"`` or ``"error"``, to count what it cost.
         """
+        if self._forked:
+            return otherwise
         with self._lock:
             if self._closed:
                 return otherwise
@@ -320,6 +334,9 @@ class Store:
             return life
         welcome = self._session.connect()
         epoch = self._session.epoch
+        if self._session.welcome is not welcome:
+            # The pool of one life under the epoch of the next: what is acknowledged there would lie here.
+            raise SessionLostError("the server began another life at this moment: ask again")
         memory = self._attach(welcome, life)
         made = _Life(
             epoch=epoch,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -321,6 +322,57 @@ def test_a_forked_child_gets_misses_and_leaves_the_parent_alone(open_store) -> N
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert get(a, chain)[0].all()
+
+
+def test_a_child_forked_while_a_thread_holds_a_lock_does_not_hang(open_store) -> None:
+    store = open_store()
+    chain, pages = hashes(2), Pages(2, SIZES, seed=1)
+    assert put(store, chain, pages).all()
+    with store._lock, store._metrics_lock:  # what another thread may do at the instant of the fork
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            clean = not get(store, chain)[0].any() and store.prefix(["kv"], 0, chain) == 0 and store.stats() == {}
+            store.close()
+            os._exit(0 if clean else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert get(store, chain)[0].all()
+
+
+def test_the_pool_of_one_life_is_never_taken_for_that_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of another pool takes over the endpoint between two lines of the store."""
+    with running_server(tmp_path) as first:
+        file = Path("/dev/shm", first.pool.removeprefix("shm://"))
+        store = Store.open(StoreConfig(server=first.endpoint), namespace(), name="test")
+        assert store._life is not None
+        store._life = msgspec.structs.replace(store._life, epoch=0)  # as after a restart: the store looks anew
+        connect = store._session.connect
+
+        def change_pools() -> object:
+            welcome = connect()
+            monkeypatch.setattr(store._session, "connect", connect)
+            first.kill()
+            file.rename(file.with_name(file.name + "-old"))
+            first.start()
+            await_condition(lambda: store._session.epoch == 2, "the session is in its next life")
+            return welcome
+
+        monkeypatch.setattr(store._session, "connect", change_pools)
+        try:
+            chain, pages = hashes(4), Pages(4, SIZES, seed=1)
+            stored = put(store, chain, pages)
+            stored |= put(store, chain, pages)
+            assert stored.all()
+            other = Store.open(StoreConfig(server=first.endpoint), namespace(), name="other")
+            loaded, copy = get(other, chain)
+            assert loaded.all()
+            assert copy.same(pages).all()
+            other.close()
+        finally:
+            store.close()
+            file.with_name(file.name + "-old").unlink(missing_ok=True)
 
 
 def test_delete_takes_what_continues_a_page(open_store) -> None:
