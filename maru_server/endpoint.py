@@ -69,6 +69,10 @@ class Bound:
     path: Path | None = None
     inode: int = 0
 
+    def is_lost(self) -> bool:
+        """Whether the socket file is gone, so that no new client finds the server: those who clean /tmp remove it."""
+        return self.path is not None and not os.path.lexists(self.path)
+
     def remove(self) -> None:
         """Remove the socket file, which the library leaves behind, unless another server has put its own there."""
         if self.path is not None:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from maru_core import protocol
-from maru_core.errors import PoolError
+from maru_core.errors import ConfigError, PoolError
 from maru_core.pool import PoolMemory
 from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Reply, Request
 from maru_server.endpoint import Bound, bind, check_endpoint
@@ -84,6 +84,7 @@ class Service:
         self._stopping = False
         self._faults = _Repeats()
         self._invalid = _Repeats()
+        self._lost = _Repeats()
         self._provisioner = _Provisioner(memory, self._wake_up)
         self._told_ready = 0
         self._bound: Bound | None = None
@@ -137,6 +138,7 @@ class Service:
                 if now >= look_at:
                     look_at = now + self._look_s
                     self._look_for_dead(now)
+                    self._look_after_endpoint()
                 if self._idle_exit_s is not None:
                     if self._sessions():
                         occupied_at = now
@@ -272,6 +274,22 @@ class Service:
                     self._state.process_gone(session, now)
         except Exception:
             self._faults.log("silent sessions could not be looked at")
+
+    def _look_after_endpoint(self) -> None:
+        """Bind again where the socket file was removed. Clients that are connected stay so."""
+        try:
+            if self._bound is None or not self._bound.is_lost():
+                return
+            with contextlib.suppress(zmq.ZMQError):  # not bound: it could not be bound again the last time
+                self._router.unbind(self._bound.name)
+            self._bound = bind(self._router, self._bound.name)
+            log.warning("the socket file of %s was removed: bound again", self.endpoint)
+        except ConfigError as error:
+            self._lost.warn(
+                "the socket file of %s was removed, and no new client can connect: %s", self.endpoint, error
+            )
+        except Exception:
+            self._faults.log("the endpoint could not be looked after")
 
     def _sessions(self) -> int:
         return int(self._state.stats()["sessions"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -475,6 +476,32 @@ def test_the_socket_file_of_a_living_server_is_not(tmp_path: Path) -> None:
     session.stats()
     session.close()
     running.stop()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_socket_file_that_is_removed_comes_back(whole: bool, tmp_path: Path) -> None:
+    """Whoever cleans /tmp may take it, or the directory too: a living server nobody finds would keep the pool for ever."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    running = Running(tmp_path, bind=f"ipc://{directory}/sock")
+    try:
+        with raw(running.endpoint) as dealer:
+            dealer.send(p.encode(p.Stats(1)))
+            assert p.decode_reply(dealer.recv()).rid == 1
+            shutil.rmtree(directory)
+            if whole:
+                await_condition(lambda: running.service._lost._at > 0, "it was tried in vain")
+            directory.mkdir()
+            await_condition((directory / "sock").is_socket, "the socket file is back")
+            assert stat.S_IMODE((directory / "sock").stat().st_mode) == 0o600
+            dealer.send(p.encode(p.Stats(2)))  # who was connected still is
+            assert p.decode_reply(dealer.recv()).rid == 2
+        session = running.session()
+        session.connect()
+        session.close()
+    finally:
+        running.stop()
+    assert not (directory / "sock").exists()
 
 
 def test_a_file_that_is_not_a_socket_is_left_alone(tmp_path: Path) -> None:
