@@ -160,11 +160,12 @@ class PoolDirectory:
     def free(self, slots: Slots) -> None:
         """Take slots back, in this order: a kill in the middle leaves the later ones as they were.
 
-        State first, then the generation: a slot whose generation still stands has its bytes still.
+        Generation first, then the state: a slot is never free while the generation that readers hold still stands. Its
+        extent may be cut anew for another size, and then others write to these bytes who never touch this slot.
         """
         assert self.states[slots].all(), "a free slot was freed"
-        self._store(self.states, slots, FREE)
         self._store(self.generations, slots, self.generations[slots] + _ONE)
+        self._store(self.states, slots, FREE)
 
     def touch(self, slots: Slots, last_use_ns: npt.NDArray[Any]) -> None:
         """Note the last use, so that a restart does not forget which pages are old."""

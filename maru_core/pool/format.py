@@ -16,7 +16,7 @@ Slot ``s`` belongs to extent ``s // slots_per_extent`` and lies at
 
 Rules of writing (only the server writes any of this):
 
-- A record is written body first, state last; freeing writes the state first. A record is believed only if its
+- A record is written body first, state last; freeing writes the generation first. A record is believed only if its
   state is COMMITTED, ``record_check`` fits and its generation equals the one in the generation array.
 - Giving a slot to an object writes the new generation before the slot is told to anyone; freeing it bumps the
   generation again. Generations start at ``created_s << 32``, so that they are not reused over a format either.

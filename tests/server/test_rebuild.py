@@ -334,6 +334,30 @@ def test_killed_at_any_store_nothing_acknowledged_is_lost_and_nothing_else_belie
         inspect(meta, known)
 
 
+def test_killed_while_freeing_no_old_location_is_good_where_an_extent_was_cut_anew() -> None:
+    """A reader validates what it remembers by the generation alone, also when a next server has the slot's bytes."""
+    server = Server(geometry(extents=1), directory=SteppingDirectory, checked=False)
+    client = server.client()
+    client.store(chain("a", 8))
+    old = client.match(chain("a", 8))
+    moments: list[np.ndarray] = []
+    server.directory.after_store = lambda: moments.append(server.meta.copy())
+    assert client.delete(chain("a", 1)) == 8
+    server.directory.after_store = None
+    assert len(moments) >= 16
+    cut_anew = 0
+    for moment in moments:
+        server.restart(moment)
+        client.connect()
+        grant = client.reserve(chain("b", 4), nbytes=8192)
+        offsets = grant.offsets[np.array(grant.status) == 0].tolist()
+        taken = {offset + half for offset in offsets for half in (0, 4096)}
+        cut_anew += bool(taken)
+        for slot, offset, generation in zip(old.slots, old.offsets, old.generations, strict=True):
+            assert offset not in taken or server.directory.generations[slot] != generation
+    assert cut_anew
+
+
 def test_killed_while_rebuilding_it_rebuilds_the_same() -> None:
     server = Server()
     client = server.client()
