@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -101,6 +101,25 @@ class Writer:
         self.pipe.close()
 
 
+NewWriter = Callable[..., Writer]
+
+
+@pytest.fixture
+def new_writer() -> Iterator[NewWriter]:
+    """Makes writers, and leaves none behind: a stopped one would keep this process from ending."""
+    made: list[Writer] = []
+
+    def make(server: ServerProcess, seed: int, *, wait: bool, batches: int = 3) -> Writer:
+        made.append(Writer(server, seed, wait=wait, batches=batches))
+        return made[-1]
+
+    yield make
+    for writer in made:
+        if writer.process.is_alive():
+            writer.process.kill()
+            writer.process.join(20)
+
+
 def settled(stats: dict[str, float | int | str]) -> bool:
     return stats["slots_reserved"] == stats["slots_quarantined"] == 0
 
@@ -143,7 +162,9 @@ def await_acknowledged(loads: list[Load], threads: list[threading.Thread], goal:
 # ---------------------------------------------------------------- writers
 
 
-def test_a_writer_killed_anywhere_loses_nothing_that_it_committed_and_no_slot(tmp_path: Path) -> None:
+def test_a_writer_killed_anywhere_loses_nothing_that_it_committed_and_no_slot(
+    tmp_path: Path, new_writer: NewWriter
+) -> None:
     with server_with(tmp_path, "--lease", str(LEASE_S), "--quarantine", "600") as server:
         session = Session(server.endpoint, name="watcher", timeout_s=5)
         memory, number = attach(session)
@@ -151,7 +172,7 @@ def test_a_writer_killed_anywhere_loses_nothing_that_it_committed_and_no_slot(tm
         points = [(step, batch) for batch in (0, 1, 2) for step in STEPS]
         writers = []
         for seed, (step, batch) in enumerate(points):
-            writer = Writer(server, seed, wait=True)
+            writer = new_writer(server, seed, wait=True)
             writer.until(step, batch)
             writers.append(writer)
         for writer in writers:
@@ -159,7 +180,7 @@ def test_a_writer_killed_anywhere_loses_nothing_that_it_committed_and_no_slot(tm
         # And at moments that nobody chose.
         chance = random.Random(20)
         for seed in range(100, 112):
-            writer = Writer(server, seed, wait=False, batches=200)
+            writer = new_writer(server, seed, wait=False, batches=200)
             for _ in range(chance.randrange(1, 60)):
                 writer.next()
             writer.kill()
@@ -181,12 +202,12 @@ def test_a_writer_killed_anywhere_loses_nothing_that_it_committed_and_no_slot(tm
         assert_nothing_is_lost(server, session)
 
 
-def test_a_stopped_writer_that_wakes_up_late_harms_nobody(tmp_path: Path) -> None:
+def test_a_stopped_writer_that_wakes_up_late_harms_nobody(tmp_path: Path, new_writer: NewWriter) -> None:
     """Past its lease its slots are nobody's: not its own any more, and not yet another's, since it may yet write."""
     with server_with(tmp_path, "--lease", str(LEASE_S), "--quarantine", "600", size="12M") as server:
         session = Session(server.endpoint, name="watcher", timeout_s=5)
         memory, number = attach(session)
-        writer = Writer(server, 1, wait=True, batches=1)
+        writer = new_writer(server, 1, wait=True, batches=1)
         writer.until("half", 0)
         writer.signal(signal.SIGSTOP)
         await_condition(lambda: session.stats()["slots_quarantined"] == PAGES, "its slots go to quarantine")
