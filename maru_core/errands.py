@@ -56,6 +56,7 @@ class Errands:
         self._rids = rids
         self._touches: collections.deque[tuple[int, int, bytes]] = collections.deque(maxlen=TOUCH_BACKLOG)
         self._late: collections.deque[tuple[Life, Socket]] = collections.deque()
+        self._dropped = False
         self._unsettled: collections.deque[tuple[Life, Commit | Release]] = collections.deque(maxlen=UNSETTLED_MAX)
 
     # ------------------------------------------------------------ any thread
@@ -70,6 +71,9 @@ class Errands:
         """Take over a request that found no answer, and the socket where one may still come."""
         if type(request) is Reserve and len(self._late) < UNSETTLED_MAX:
             self._late.append((life, socket))
+            if self._dropped:
+                # Whoever comes after drop() emptied the list empties it again.
+                self.drop()
             return
         self._sockets.discard(socket)
         if isinstance(request, Commit | Release):
@@ -98,8 +102,13 @@ class Errands:
 
     def drop(self) -> None:
         """The end: close what waits."""
-        while self._late:
-            self._sockets.discard(self._late.popleft()[1])
+        self._dropped = True
+        while True:
+            try:
+                _, socket = self._late.popleft()
+            except IndexError:
+                return
+            self._sockets.discard(socket)
 
     def _send_touches(self, life: Life, socket: Socket) -> None:
         gathered: dict[int, list[bytes]] = {}

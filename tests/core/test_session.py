@@ -615,7 +615,8 @@ def test_calls_that_time_out_do_not_leak_sockets(peer: Peer, session: Session) -
     assert session._sockets.count <= before
 
 
-def test_closing_while_a_call_waits_ends_the_call(peer: Peer, endpoint: str) -> None:
+@pytest.mark.parametrize("kind", [p.Stats, p.Reserve])
+def test_closing_while_a_call_waits_ends_the_call(kind: type, peer: Peer, endpoint: str) -> None:
     session = Session(endpoint, name="test", timeout_s=1)
     session.connect()
     peer.answer = silent
@@ -623,13 +624,13 @@ def test_closing_while_a_call_waits_ends_the_call(peer: Peer, endpoint: str) -> 
 
     def run() -> None:
         try:
-            session.stats()
+            session.stats() if kind is p.Stats else session.reserve(1, "kv", 0, 1, p.ROOT, b"h" * 32, 100)
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    await_condition(lambda: peer.of(p.Stats), "the call is under way")
+    await_condition(lambda: peer.of(kind), "the call is under way")
     session.close()
     thread.join(10)
     assert not thread.is_alive()
