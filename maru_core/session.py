@@ -81,6 +81,9 @@ R = TypeVar("R")
 #: Pause between two attempts to find a server that is away, seconds: doubles from the first to the second.
 PROBE_MIN_S: Final = 0.05
 PROBE_MAX_S: Final = 1.0
+#: Bounds of the pause between heartbeats, which the server chooses, seconds.
+HEARTBEAT_MIN_S: Final = 0.05
+HEARTBEAT_MAX_S: Final = 60.0
 #: How long the keeper waits for one answer. Longer than a call may: it delays nobody, and a request that waits in the socket
 #: reaches a server the moment it is back.
 PROBE_WAIT_S: Final = 1.0
@@ -329,17 +332,19 @@ class Session:
             return reply
         raise self._refusal(life, request, reply, deadline)
 
-    def _refusal(self, life: Life, request: Request, reply: Reply, deadline: float) -> MaruError:
+    def _refusal(
+        self, life: Life, request: Request, reply: Reply, deadline: float, *, keeper: bool = False
+    ) -> MaruError:
         """The error for a reply that is not what was asked for. Begins a new life where the old one is over."""
         unknown = isinstance(reply, Error) and reply.code == ErrorCode.UNKNOWN_SESSION
         if unknown or reply.incarnation != life.incarnation:
-            return self._lost_error(self._renew(life, deadline))
+            return self._lost_error(self._renew(life, deadline, keeper=keeper))
         if isinstance(reply, Error):
             return self._said(reply)
         return self._contradiction(type(request).__name__.lower())
 
     def _open_breaker(self, why: MaruError) -> None:
-        self._away = why
+        self._away = why.with_traceback(None)  # kept for long: not with all that its frames refer to
         self._sockets.close_idle()
         self._start_keeper()
         self._wake.set()
@@ -435,7 +440,9 @@ class Session:
                 if socket is not None:
                     looked, pause = False, PROBE_MIN_S
                     life = self._life
-                    due = time.monotonic() + (life.welcome.heartbeat_s if life is not None else PROBE_MAX_S)
+                    # Whatever a server says, it is neither flooded nor left without a sign of life for long.
+                    asked = life.welcome.heartbeat_s if life is not None else PROBE_MAX_S
+                    due = time.monotonic() + min(max(HEARTBEAT_MIN_S, asked), HEARTBEAT_MAX_S)
                 else:
                     looked, due = True, time.monotonic() + pause
                     pause = min(pause * 2, PROBE_MAX_S)
@@ -469,7 +476,7 @@ class Session:
                 rid = next(self._rids)
                 reply = exchange(socket, rid, protocol.encode(Heartbeat(rid, life.session)), deadline, self._is_closed)
                 if type(reply) is not Done or reply.incarnation != life.incarnation:
-                    error = self._refusal(life, Heartbeat(rid, life.session), reply, deadline)
+                    error = self._refusal(life, Heartbeat(rid, life.session), reply, deadline, keeper=True)
                     if not isinstance(error, SessionLostError):
                         raise error
                     log.info("%s: the server at %s began a new life", self.name, self.endpoint)
@@ -484,7 +491,7 @@ class Session:
             error = ServerUnavailableError(f"the Maru server at {self.endpoint} could not be asked: {failure}")
         if self._away is None:
             log.warning("%s: %s", self.name, error)
-        self._away = error
+        self._away = error.with_traceback(None)
         self._sockets.close_idle()
         if socket is not None:
             self._sockets.discard(socket)

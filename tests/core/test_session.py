@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -414,6 +415,19 @@ def test_heartbeats_alone_find_a_restart(peer: Peer, session: Session) -> None:
     seen = len(peer.of(p.Heartbeat))
     await_condition(lambda: len(peer.of(p.Heartbeat)) >= seen + 3, "heartbeats go on")
     assert all(m.session == peer.session for m in peer.of(p.Heartbeat)[seen + 1 :] if isinstance(m, p.Heartbeat))
+
+
+@pytest.mark.parametrize("asked", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_server_cannot_ask_for_a_flood_of_heartbeats_or_none(asked: float, peer: Peer, session: Session) -> None:
+    peer.heartbeat_s = asked
+    session.connect()
+    await_condition(lambda: len(peer.of(p.Heartbeat)) >= 1, "a heartbeat comes")
+    seen = len(peer.of(p.Heartbeat))
+    for _ in range(20):
+        session.stats()
+        session.touch(1, b"h" * 32)
+        time.sleep(0.01)
+    assert len(peer.of(p.Heartbeat)) - seen < 20
 
 
 def test_threads_that_find_a_restart_together_begin_one_life(peer: Peer, endpoint: str) -> None:
