@@ -309,6 +309,7 @@ class _Provisioner:
         self._wanted = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._refused = -1
         #: Extents ``[0, ready)`` have their memory.
         self.ready = 0
 
@@ -327,17 +328,20 @@ class _Provisioner:
         """Give the next extent its memory; False if there is none to be had."""
         try:
             done = self._memory.provision(extent)
+            why = "no memory is left"
         except (PoolError, OSError) as error:
-            log.error("extent %d of the pool cannot be given memory: %s", extent, error)
-            return False
+            done = False
+            why = str(error)
         if done:
             self.ready = extent + 1
-        else:
+        elif self._refused != extent:
+            # Asked for again every few seconds, and said once.
+            self._refused = extent
             log.warning(
-                "no memory for extent %d of %d: the pool stays at %d MiB until some is free; make the pool smaller or free some",
+                "the pool stays at %d of %d extents until there is memory for more: %s; free some, or make the pool smaller",
                 extent,
                 self._memory.geometry.extent_count,
-                (extent * self._memory.geometry.extent_bytes) >> 20,
+                why,
             )
         return done
 

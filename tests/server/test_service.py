@@ -90,7 +90,9 @@ def test_the_first_extents_have_their_memory_before_anyone_is_served(tmp_path: P
     running.stop()
 
 
-def test_memory_that_cannot_be_had_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_had_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(service_module, "PROVISION_RETRY_S", 0.01)
     refusals: list[int] = []
     scarce = True
@@ -118,6 +120,7 @@ def test_memory_that_cannot_be_had_is_asked_for_again(tmp_path: Path, monkeypatc
     assert reserve(2) == p.ReserveStatus.NO_ROOM
     await_condition(lambda: len(refusals) > 2, "it is asked for again")
     assert set(refusals) == {2}
+    assert len([record for record in caplog.records if "until there is memory" in record.message]) == 1
     scarce = False
     await_condition(lambda: reserve(2) in (p.ReserveStatus.RESERVED, p.ReserveStatus.BUSY), "it comes into use")
     session.close()
