@@ -22,6 +22,16 @@ CHAINS = [TRUNK, TRUNK[:2] + LEFT, TRUNK[:2] + RIGHT, [chain("s", 1, start=index
 #: (component, world, bytes of an object)
 SHAPES = [("kv", 1, 4000), ("tp", 2, 4096), ("mamba", 1, 7000)]
 
+#: Who, which chain, from and how many pages, shape, shard.
+STORES = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(CHAINS),
+    st.just(0) | st.integers(0, 3),
+    st.integers(1, 5),
+    st.sampled_from(SHAPES),
+    st.integers(0, 1),
+)
+
 Thing = tuple[str, bytes, int]  # component, page, shard
 Place = tuple[int, int]  # slot, generation
 
@@ -42,6 +52,7 @@ class Machine(RuleBasedStateMachine):
         self.told: dict[int, int] = {}
         self.counts = self.server.stats
         self.hello()
+        self.hello()
 
     # ------------------------------------------------------------ what clients do
 
@@ -56,15 +67,20 @@ class Machine(RuleBasedStateMachine):
         client.connect()
         return client
 
-    @rule(
-        who=st.integers(0, 2),
-        which=st.sampled_from(CHAINS),
-        start=st.integers(0, 3),
-        length=st.integers(1, 5),
-        shape=st.sampled_from(SHAPES),
-        shard=st.integers(0, 1),
-        commit=st.booleans(),
-    )
+    @rule(stores=st.lists(STORES, min_size=1, max_size=4))
+    def fill(self, stores: list[Any]) -> None:
+        for one in stores:
+            self.store(*one, True)
+
+    @rule(one=STORES)
+    def reserve(self, one: Any) -> None:
+        self.store(*one, False)
+
+    @rule(stores=st.lists(STORES, min_size=1, max_size=3))
+    def reserve_more(self, stores: list[Any]) -> None:
+        for one in stores:
+            self.store(*one, False)
+
     def store(
         self,
         who: int,
@@ -111,6 +127,12 @@ class Machine(RuleBasedStateMachine):
                 self.stored[things[index]] = place
 
     @precondition(lambda self: self.grants)
+    @rule(picks=st.lists(st.integers(0, 100), min_size=1, max_size=4))
+    def commit_whole(self, picks: list[int]) -> None:
+        for pick in picks:
+            self.commit(pick, list(range(len(self.grants[pick % len(self.grants)][3]))), False)
+
+    @precondition(lambda self: self.grants)
     @rule(pick=st.integers(0, 100), part=st.lists(st.integers(0, 4), max_size=6), forget=st.booleans())
     def commit(self, pick: int, part: list[int], forget: bool) -> None:
         """At any time later, also after the session ended or the server restarted; also again."""
@@ -125,11 +147,15 @@ class Machine(RuleBasedStateMachine):
         if client.session != session:
             assert self.stored == before, "a commit of another session was taken"
 
-    @precondition(lambda self: self.grants)
-    @rule(who=st.integers(0, 2), pick=st.integers(0, 100), shift=st.integers(-1, 1))
-    def commit_what_is_not_yours(self, who: int, pick: int, shift: int) -> None:
-        _, session, grant, _ = self.grants[pick % len(self.grants)]
-        client = self.someone(who)
+    @rule(one=STORES, who=st.integers(0, 2), pick=st.integers(0, 1), shift=st.sampled_from([0, 0, -1, 1]))
+    def commit_what_is_not_yours(self, one: Any, who: int, pick: int, shift: int) -> None:
+        self.store(*one, False)
+        if not self.grants:
+            return
+        _, session, grant, _ = self.grants[-1 - pick % len(self.grants)]
+        others = [client for client in self.clients if client.session != session] or self.clients
+        client = others[who % len(others)]
+        client.connect()
         if client.session == session and not shift:
             return
         wrong = Grant.__new__(Grant)
@@ -149,7 +175,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(pick=st.integers(0, 100), part=st.lists(st.integers(0, 4), max_size=3))
     def release(self, pick: int, part: list[int]) -> None:
-        client, _, grant, things = self.grants[pick % len(self.grants)]
+        client, _, grant, things = self.grants[-1 - pick % len(self.grants)]
         if client in self.clients:
             client.connect()
             client.release(grant, [index % len(things) for index in part])
@@ -176,7 +202,6 @@ class Machine(RuleBasedStateMachine):
     def touch(self, who: int, which: list[bytes]) -> None:
         self.someone(who).touch(b"".join(which))
 
-    @rule(who=st.integers(0, 2), which=st.sampled_from(CHAINS), index=st.integers(0, 4))
     def delete(self, who: int, which: list[bytes], index: int) -> None:
         page = which[index % len(which)]
         gone = {thing for thing in self.stored if page in self.ancestry(thing[1])}
@@ -184,7 +209,6 @@ class Machine(RuleBasedStateMachine):
         for thing in gone:
             del self.stored[thing]
 
-    @rule(who=st.integers(0, 2))
     def clear(self, who: int) -> None:
         assert self.someone(who).clear() == len(self.stored)
         self.stored.clear()
@@ -205,8 +229,24 @@ class Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what befalls them
 
-    @precondition(lambda self: len(self.clients) > 1)
-    @rule(who=st.integers(0, 2), how=st.sampled_from(["goodbye", "gone", "forgotten"]))
+    @rule(
+        what=st.sampled_from(["delete", "clear", "leave", "leave", "restart"]),
+        who=st.integers(0, 2),
+        which=st.sampled_from(CHAINS),
+        index=st.integers(0, 4),
+        how=st.sampled_from(["goodbye", "gone", "forgotten"]),
+    )
+    def upheaval(self, what: str, who: int, which: list[bytes], index: int, how: str) -> None:
+        """One rule for all that undoes much, so that there is something to undo."""
+        if what == "delete":
+            self.delete(who, which, index)
+        elif what == "clear":
+            self.clear(who)
+        elif what == "restart":
+            self.restart()
+        elif len(self.clients) > 1:
+            self.leave(who, how)
+
     def leave(self, who: int, how: str) -> None:
         client = self.clients.pop(who % len(self.clients))
         if how == "goodbye":
@@ -247,7 +287,6 @@ class Machine(RuleBasedStateMachine):
             found[thing] = (slot, int(record["generation"]))
         return found
 
-    @rule()
     def restart(self) -> None:
         self.server.restart()
         self.counts = self.server.stats
