@@ -77,6 +77,7 @@ class Service:
         """
         check_endpoint(endpoint, insecure=insecure)
         self._state = state
+        self._memory = memory
         self._incarnation = incarnation
         self._idle_exit_s = idle_exit_s
         self._tick_idle_s = min(TICK_IDLE_S, lease_s / 8)
@@ -278,7 +279,8 @@ class Service:
     def _look_after_endpoint(self) -> None:
         """Bind again where the socket file was removed. Clients that are connected stay so."""
         try:
-            if self._bound is None or not self._bound.is_lost():
+            # Where the pool's file is gone too, another server may be on its way to this endpoint: it is the one to find.
+            if self._bound is None or not self._bound.is_lost() or not self._memory.still_there():
                 return
             with contextlib.suppress(zmq.ZMQError):  # not bound: it could not be bound again the last time
                 self._router.unbind(self._bound.name)
@@ -292,7 +294,11 @@ class Service:
             self._faults.log("the endpoint could not be looked after")
 
     def _sessions(self) -> int:
-        return int(self._state.stats()["sessions"])
+        """Sessions for whose sake an otherwise idle server stays."""
+        stats = self._state.stats()
+        # Where the pool's file is gone, who fell silent has gone to another server, most likely, and does not come back.
+        gone = 0 if self._memory.still_there() else int(stats["sessions_silent"])
+        return int(stats["sessions"]) - gone
 
     def _wake_up(self) -> None:
         with self._alarm_lock, contextlib.suppress(zmq.ZMQError):

@@ -433,10 +433,13 @@ class PoolMemory:
 
     # ------------------------------------------------------------ leaving
 
+    def still_there(self) -> bool:
+        """Server: whether the pool's path still names it, so that others can find it."""
+        return self._backing is not None and self._backing.still_there()
+
     def unlink(self) -> None:
         """Server: remove the pool's file if the path still names it. A device is left as it is."""
-        backing = self._backing
-        if isinstance(backing, FileBacking) and backing.still_there():
+        if isinstance(self._backing, FileBacking) and self.still_there():
             os.unlink(self.uri.path if self.uri.scheme == "shm" else os.path.realpath(self.uri.path))
 
     def close(self) -> None:

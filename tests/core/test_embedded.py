@@ -257,6 +257,25 @@ def test_a_pool_that_clients_still_map_is_not_swept(starter: Starter, tmp_path: 
     await_condition(lambda: other._sweep() or not starter._pool_path.exists(), "nobody maps it any more: it is swept")
 
 
+def test_another_server_takes_over_where_somebody_removed_the_pool(starter: Starter) -> None:
+    store = open_store()
+    chain, pages = hashes(6), Pages(6, SIZES, seed=1)
+    assert store.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
+    starter._pool_path.unlink()
+    starter._sweep()  # as the next to start one does
+    time.sleep(1.5)  # long enough for the old server to see that its socket is gone
+    assert not starter.socket.exists()
+    other = open_store()
+    assert len(server_pids(starter)) == 2
+    assert other.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
+    for one in (store, other):
+        await_condition(lambda one=one: one.prefix(["kv"], 0, chain) == 6, "both are served")
+        copy = Pages(6, SIZES)
+        assert one.get("kv", 0, chain, copy.fragments).all()
+        assert copy.same(pages).all()
+        one.close()
+
+
 def test_what_is_no_file_under_the_pools_name_is_replaced_and_not_waited_for(starter: Starter) -> None:
     os.mkfifo(starter._pool_path)
     done = threading.Thread(target=starter.ensure, daemon=True)

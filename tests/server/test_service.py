@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from maru_core import protocol as p
 from maru_core.errors import ConfigError, ServerError, VersionMismatchError
 from maru_core.pool import PoolMemory
+from maru_core.process import ProcessIdentity
 from maru_core.session import Session
 from maru_server import service as service_module
 from maru_server.endpoint import check_endpoint
@@ -137,6 +138,24 @@ def test_it_ends_by_itself_a_while_after_the_last_client(tmp_path: Path) -> None
     assert running.thread.is_alive()
     session.close()
     await_condition(lambda: not running.thread.is_alive(), "it ends")
+    running.stop()
+
+
+def test_it_ends_though_clients_fell_silent_where_its_pool_was_removed(tmp_path: Path) -> None:
+    """They have found another server; their processes live on, and would keep this one for the whole quarantine."""
+    running = Running(tmp_path, idle_exit_s=0.2, config=StateConfig(heartbeat_s=0.1, lease_s=0.4))
+    me = ProcessIdentity.current()
+    with raw(running.endpoint) as dealer:
+        hello = p.Hello(
+            p.PROTOCOL_VERSION, 1, bytes(16), "silent", me.host, me.pid, me.pid_start, me.pid_ns, me.boot_id
+        )
+        dealer.send(p.encode(hello))
+        assert isinstance(p.decode_reply(dealer.recv()), p.Welcome)
+        running.thread.join(1.5)
+        assert running.thread.is_alive(), "a client that is silent may wake up"
+        (tmp_path / "pool").unlink()
+        running.thread.join(10)
+        assert not running.thread.is_alive()
     running.stop()
 
 
