@@ -20,10 +20,7 @@ from maru_core.errors import ConfigError
 from maru_core.namespace import Namespace
 from maru_core.process import ProcessIdentity
 from maru_core.protocol import (
-    HASH_BYTES,
-    MAX_BATCH,
     PROTOCOL_VERSION,
-    ROOT,
     Clear,
     Commit,
     Committed,
@@ -48,17 +45,23 @@ from maru_core.protocol import (
     Touch,
     Welcome,
 )
-from maru_server.directory import COMPONENT_NAME_MAX, PoolDirectory
+from maru_server.directory import PoolDirectory
 from maru_server.integrity import check
-from maru_server.pages import Pages, split
+from maru_server.lookup import Lookup
+from maru_server.pages import Pages
 from maru_server.rebuild import rebuild
+from maru_server.requests import (
+    RefusedError,
+    check_component,
+    check_hello,
+    check_match,
+    check_reserve,
+    check_slots,
+    split_hashes,
+)
 from maru_server.sessions import Clock, Reservations, Session, Sessions
 from maru_server.slabs import Slabs
 from maru_server.tree import PrefixTree, Rows
-
-#: Most shards that a page may have.
-MAX_WORLD: Final = 4096
-_NAME_MAX: Final = 256  # characters of a client's name, host, boot id, ...
 
 #: Bounds of one tick: pages evicted, uses written down, reservations and sessions that ended.
 _TICK_PAGES: Final = 1024
@@ -86,12 +89,6 @@ class StateConfig:
     low: float = 0.90  # ... and ends below
     max_sessions: int = 4096
     max_reservations: int = 65536  # Reserve messages whose slots are not yet all committed
-
-
-class _RefusedError(Exception):
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class ServerState:
@@ -131,6 +128,7 @@ class ServerState:
             deadline = time + config.restart_quarantine_s
             self._reservations.add(None, found.reserved, generations, None, time, deadline)
         self._pages = Pages(directory, self._slabs, self._trees, self._reservations, int(config.incomplete_s * 1e9))
+        self._lookup = Lookup(directory)
         self._pages.counts["discarded"] = found.discarded
         self._sessions = Sessions(incarnation)
         self._namespaces = directory.namespaces()
@@ -177,41 +175,23 @@ class ServerState:
         session = self._sessions.get(message.session)
         try:
             if session is None:
-                raise _RefusedError(
+                raise RefusedError(
                     ErrorCode.UNKNOWN_SESSION, f"session {message.session} is not known: say Hello again"
                 )
             session.heard = time
             session.silent = False
             return self._handlers[type(message)](message, session, time, now)
-        except _RefusedError as refusal:
+        except RefusedError as refusal:
             if isinstance(message, (Touch, Goodbye)):
                 return None
             return Error(message.rid, self._incarnation, refusal.code, str(refusal))
 
     def _hello(self, message: Hello, time: float) -> Reply:
-        def refuse(code: ErrorCode, text: str) -> Reply:
-            return Error(message.rid, self._incarnation, code, text)
-
-        if message.protocol != PROTOCOL_VERSION:
-            return refuse(
-                ErrorCode.VERSION,
-                f"the client speaks protocol {message.protocol}, this server {PROTOCOL_VERSION}: "
-                "install the same Maru release on both",
-            )
-        if len(message.client_id) != 16:
-            return refuse(ErrorCode.INVALID, f"client_id has {len(message.client_id)} bytes: send 16 random ones")
-        for field in ("name", "host", "pid_ns", "boot_id"):
-            if len(getattr(message, field)) > _NAME_MAX:
-                return refuse(ErrorCode.INVALID, f"{field} is longer than {_NAME_MAX} characters: shorten it")
-        # A repeated Hello (its reply was lost) is the same client, which may be writing into what it has.
-        session = self._sessions.of_client(message.client_id)
-        if session is None:
-            if len(self._sessions) >= self._config.max_sessions and not self._make_session_room():
-                return refuse(
-                    ErrorCode.LIMIT, f"{len(self._sessions)} clients are connected, as many as allowed: end some"
-                )
-            identity = ProcessIdentity(message.pid, message.pid_start, message.pid_ns, message.boot_id, message.host)
-            session = self._sessions.add(message.client_id, message.name, identity, time)
+        try:
+            check_hello(message)
+            session = self._session_of(message, time)
+        except RefusedError as refusal:
+            return Error(message.rid, self._incarnation, refusal.code, str(refusal))
         session.heard = time
         session.silent = False
         return Welcome(
@@ -224,6 +204,18 @@ class ServerState:
             self._config.heartbeat_s,
             self._config.lease_s,
         )
+
+    def _session_of(self, message: Hello, time: float) -> Session:
+        # A repeated Hello (its reply was lost) is the same client, which may be writing into what it has.
+        session = self._sessions.of_client(message.client_id)
+        if session is None:
+            if len(self._sessions) >= self._config.max_sessions and not self._make_session_room():
+                raise RefusedError(
+                    ErrorCode.LIMIT, f"{len(self._sessions)} clients are connected, as many as allowed: end some"
+                )
+            identity = ProcessIdentity(message.pid, message.pid_start, message.pid_ns, message.boot_id, message.host)
+            session = self._sessions.add(message.client_id, message.name, identity, time)
+        return session
 
     def _make_session_room(self) -> bool:
         """End the session that is silent longest, if any holds nothing."""
@@ -238,14 +230,14 @@ class ServerState:
             try:
                 canonical = Namespace.parse(message.record).record()
             except ConfigError as error:
-                raise _RefusedError(ErrorCode.INVALID, str(error)) from error
+                raise RefusedError(ErrorCode.INVALID, str(error)) from error
             if canonical != message.record:
-                raise _RefusedError(
+                raise RefusedError(
                     ErrorCode.INVALID, "the namespace record is not canonical: send what Namespace.record() gives"
                 )
             number = self._directory.add_namespace(canonical)
             if number is None:
-                raise _RefusedError(
+                raise RefusedError(
                     ErrorCode.LIMIT,
                     f"the pool knows {len(self._namespaces)} namespaces, as many as it can: restart the server to "
                     "drop unused ones, or format the pool anew",
@@ -255,22 +247,11 @@ class ServerState:
         return NamespaceOpened(message.rid, self._incarnation, number)
 
     def _match(self, message: Match, session: Session, time: float, now: float) -> Reply:
-        keys = self._keys(message.hashes)
+        keys = split_hashes(message.hashes)
         tree = self._tree(message.namespace)
-        if not 0 <= message.shard < MAX_WORLD:
-            raise _RefusedError(ErrorCode.INVALID, f"shard is {message.shard}: give 0 to {MAX_WORLD - 1}")
-        names = message.components
-        if not 0 < len(names) <= self._geometry.component_capacity:
-            raise _RefusedError(
-                ErrorCode.INVALID, f"{len(names)} components: give 1 to {self._geometry.component_capacity}"
-            )
-        components = []
-        for name in names:
-            number = self._components.get(name)
-            if number is None:
-                _check_component(name)
-            components.append(number)
-        look = self._pages.match_each if message.sparse else self._pages.match
+        check_match(message, self._geometry.component_capacity)
+        components = [self._components.get(name) for name in message.components]
+        look = self._lookup.match_each if message.sparse else self._lookup.match
         located = look(tree, components, message.shard, keys)
         counts = self._pages.counts
         counts["matches"] += 1
@@ -279,28 +260,9 @@ class ServerState:
         return Located(message.rid, self._incarnation, *located)
 
     def _reserve(self, message: Reserve, session: Session, time: float, now: float) -> Reply:
-        keys = self._keys(message.hashes)
+        keys = split_hashes(message.hashes)
         tree = self._tree(message.namespace)
-        parent, world, shard, nbytes = message.parent, message.world, message.shard, message.nbytes
-        if not 1 <= world <= MAX_WORLD:
-            raise _RefusedError(ErrorCode.INVALID, f"world is {world}: give 1 to {MAX_WORLD}")
-        if not 0 <= shard < world:
-            raise _RefusedError(ErrorCode.INVALID, f"shard is {shard} of world {world}: give 0 to {world - 1}")
-        if len(parent) != HASH_BYTES:
-            raise _RefusedError(ErrorCode.INVALID, f"parent has {len(parent)} bytes: send {HASH_BYTES}")
-        if nbytes <= 0:
-            raise _RefusedError(ErrorCode.INVALID, f"nbytes is {nbytes}: an object has at least one byte")
-        if nbytes > self._geometry.extent_bytes:
-            raise _RefusedError(
-                ErrorCode.TOO_LARGE,
-                f"an object of {nbytes} bytes does not fit into an extent of {self._geometry.extent_bytes}: "
-                "format the pool with a larger extent",
-            )
-        distinct = set(keys)
-        if len(distinct) != len(keys) or parent in distinct or ROOT in distinct:
-            raise _RefusedError(
-                ErrorCode.INVALID, "a hash is repeated, is its own ancestor, or is the root's: send a chain of pages"
-            )
+        check_reserve(message, keys, self._geometry.extent_bytes)
         component = self._components.get(message.component)
         if component is None:
             component = self._add_component(message.component)
@@ -310,12 +272,12 @@ class ServerState:
             session,
             tree,
             component,
-            shard,
-            world,
-            parent,
+            message.shard,
+            message.world,
+            message.parent,
             message.hashes,
             keys,
-            nbytes,
+            message.nbytes,
             time=time,
             deadline=time + self._config.reservation_s,
             now_ns=self._wall_ns(now),
@@ -323,21 +285,17 @@ class ServerState:
         return Reserved(message.rid, self._incarnation, *grant)
 
     def _commit(self, message: Commit, session: Session, time: float, now: float) -> Reply:
-        count = self._slots(message.slots, message.generations)
-        if message.checksums and len(message.checksums) != 8 * count:
-            raise _RefusedError(
-                ErrorCode.INVALID, f"{len(message.checksums)} bytes of checksums for {count} slots: send 8 each or none"
-            )
+        check_slots(message, self._geometry.slot_count)
         status = self._pages.commit(session, message.slots, message.generations, message.checksums, self._wall_ns(now))
         return Committed(message.rid, self._incarnation, status)
 
     def _release(self, message: Release, session: Session, time: float, now: float) -> Reply:
-        self._slots(message.slots, message.generations)
+        check_slots(message, self._geometry.slot_count)
         count = self._pages.release(session, message.slots, message.generations)
         return Done(message.rid, self._incarnation, count)
 
     def _touch(self, message: Touch, session: Session, time: float, now: float) -> None:
-        keys = self._keys(message.hashes)
+        keys = split_hashes(message.hashes)
         tree = self._tree(message.namespace)
         rows = np.array([row for row in map(tree.rows.get, keys) if row is not None], np.int64)
         if len(rows):
@@ -348,7 +306,7 @@ class ServerState:
                 self._touched_rows -= len(self._touched.popleft()[1])
 
     def _delete(self, message: Delete, session: Session, time: float, now: float) -> Reply:
-        keys = self._keys(message.hashes)
+        keys = split_hashes(message.hashes)
         tree = self._tree(message.namespace)
         count = self._pages.delete(tree, keys, time, time + self._config.quarantine_s)
         return Done(message.rid, self._incarnation, count)
@@ -366,43 +324,19 @@ class ServerState:
 
     # ------------------------------------------------------------ checks
 
-    @staticmethod
-    def _keys(hashes: bytes) -> list[bytes]:
-        if len(hashes) % HASH_BYTES:
-            raise _RefusedError(ErrorCode.INVALID, f"hashes has {len(hashes)} bytes: send {HASH_BYTES} for each page")
-        if len(hashes) > MAX_BATCH * HASH_BYTES:
-            raise _RefusedError(
-                ErrorCode.INVALID, f"{len(hashes) // HASH_BYTES} pages in one message: send at most {MAX_BATCH}"
-            )
-        return split(hashes)
-
     def _tree(self, namespace: int) -> PrefixTree:
         tree = self._trees.get(namespace)
         if tree is None:
-            raise _RefusedError(
+            raise RefusedError(
                 ErrorCode.UNKNOWN_NAMESPACE, f"namespace {namespace} is not known: open it again with its record"
             )
         return tree
 
-    def _slots(self, slots: bytes, generations: bytes) -> int:
-        count = len(slots) // 4
-        if len(slots) % 4 or len(generations) != 8 * count or count > MAX_BATCH:
-            raise _RefusedError(
-                ErrorCode.INVALID,
-                f"{len(slots)} bytes of slots and {len(generations)} of generations: send 4 and 8 for each, "
-                f"and at most {MAX_BATCH}",
-            )
-        if count and int(np.frombuffer(slots, "<u4").max()) >= self._geometry.slot_count:
-            raise _RefusedError(
-                ErrorCode.INVALID, f"a slot is not below {self._geometry.slot_count}: send what was reserved"
-            )
-        return count
-
     def _add_component(self, name: str) -> int:
-        _check_component(name)
+        check_component(name)
         number = self._directory.add_component(name)
         if number is None:
-            raise _RefusedError(
+            raise RefusedError(
                 ErrorCode.LIMIT,
                 f"component {name!r} is new, and the pool knows {len(self._components)}, as many as it can: "
                 "use a known one or format the pool anew",
@@ -564,11 +498,3 @@ _COUNTS: Final = (
     "evicted_objects",
     "discarded",
 )
-
-
-def _check_component(name: str) -> None:
-    if not 0 < len(name) <= COMPONENT_NAME_MAX or not name.isascii() or not name.isprintable():
-        raise _RefusedError(
-            ErrorCode.INVALID,
-            f"component name {name[:64]!r}: give 1 to {COMPONENT_NAME_MAX} printable ASCII characters",
-        )

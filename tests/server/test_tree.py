@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from maru_harness import chain
 
 from maru_server.eviction import LruLeaves
-from maru_server.pages import split
+from maru_server.lookup import split
 from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, depths
 
 

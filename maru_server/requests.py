@@ -1,0 +1,112 @@
+"""Is a request possible? What can be said of a message by itself, before anything is looked up or changed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from maru_core.protocol import (
+    HASH_BYTES,
+    MAX_BATCH,
+    PROTOCOL_VERSION,
+    ROOT,
+    Commit,
+    ErrorCode,
+    Hello,
+    Match,
+    Release,
+    Reserve,
+)
+from maru_server.directory import COMPONENT_NAME_MAX
+from maru_server.lookup import split
+
+#: Most shards that a page may have.
+MAX_WORLD: Final = 4096
+_NAME_MAX: Final = 256  # characters of a client's name, host, boot id, ...
+
+
+class RefusedError(Exception):
+    """The request is answered with an error; nothing was changed."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _invalid(message: str) -> RefusedError:
+    return RefusedError(ErrorCode.INVALID, message)
+
+
+def split_hashes(hashes: bytes) -> list[bytes]:
+    """The page hashes of a message, one by one."""
+    if len(hashes) % HASH_BYTES:
+        raise _invalid(f"hashes has {len(hashes)} bytes: send {HASH_BYTES} for each page")
+    if len(hashes) > MAX_BATCH * HASH_BYTES:
+        raise _invalid(f"{len(hashes) // HASH_BYTES} pages in one message: send at most {MAX_BATCH}")
+    return split(hashes)
+
+
+def check_component(name: str) -> None:
+    if not 0 < len(name) <= COMPONENT_NAME_MAX or not name.isascii() or not name.isprintable():
+        raise _invalid(f"component name {name[:64]!r}: give 1 to {COMPONENT_NAME_MAX} printable ASCII characters")
+
+
+def check_hello(message: Hello) -> None:
+    if message.protocol != PROTOCOL_VERSION:
+        raise RefusedError(
+            ErrorCode.VERSION,
+            f"the client speaks protocol {message.protocol}, this server {PROTOCOL_VERSION}: "
+            "install the same Maru release on both",
+        )
+    if len(message.client_id) != 16:
+        raise _invalid(f"client_id has {len(message.client_id)} bytes: send 16 random ones")
+    for field in ("name", "host", "pid_ns", "boot_id"):
+        if len(getattr(message, field)) > _NAME_MAX:
+            raise _invalid(f"{field} is longer than {_NAME_MAX} characters: shorten it")
+
+
+def check_match(message: Match, most_components: int) -> None:
+    if not 0 <= message.shard < MAX_WORLD:
+        raise _invalid(f"shard is {message.shard}: give 0 to {MAX_WORLD - 1}")
+    if not 0 < len(message.components) <= most_components:
+        raise _invalid(f"{len(message.components)} components: give 1 to {most_components}")
+    for name in message.components:
+        check_component(name)
+
+
+def check_reserve(message: Reserve, keys: list[bytes], extent_bytes: int) -> None:
+    """``keys`` are the message's hashes."""
+    world, shard, nbytes = message.world, message.shard, message.nbytes
+    if not 1 <= world <= MAX_WORLD:
+        raise _invalid(f"world is {world}: give 1 to {MAX_WORLD}")
+    if not 0 <= shard < world:
+        raise _invalid(f"shard is {shard} of world {world}: give 0 to {world - 1}")
+    if len(message.parent) != HASH_BYTES:
+        raise _invalid(f"parent has {len(message.parent)} bytes: send {HASH_BYTES}")
+    if nbytes <= 0:
+        raise _invalid(f"nbytes is {nbytes}: an object has at least one byte")
+    if nbytes > extent_bytes:
+        raise RefusedError(
+            ErrorCode.TOO_LARGE,
+            f"an object of {nbytes} bytes does not fit into an extent of {extent_bytes}: "
+            "format the pool with a larger extent",
+        )
+    distinct = set(keys)
+    if len(distinct) != len(keys) or message.parent in distinct or ROOT in distinct:
+        raise _invalid("a hash is repeated, is its own ancestor, or is the root's: send a chain of pages")
+    check_component(message.component)
+
+
+def check_slots(message: Commit | Release, slot_count: int) -> None:
+    slots, generations = message.slots, message.generations
+    count = len(slots) // 4
+    if len(slots) % 4 or len(generations) != 8 * count or count > MAX_BATCH:
+        raise _invalid(
+            f"{len(slots)} bytes of slots and {len(generations)} of generations: send 4 and 8 for each, "
+            f"and at most {MAX_BATCH}"
+        )
+    if count and int(np.frombuffer(slots, "<u4").max()) >= slot_count:
+        raise _invalid(f"a slot is not below {slot_count}: send what was reserved")
+    if isinstance(message, Commit) and message.checksums and len(message.checksums) != 8 * count:
+        raise _invalid(f"{len(message.checksums)} bytes of checksums for {count} slots: send 8 each or none")
