@@ -145,6 +145,9 @@ class Starter:
             self._start(deadline)
             return
         except StartFailedError as error:
+            if _is_served(self._pool_path):
+                # It was turned away by one that was on its way when the process that had started it was killed.
+                return
             # Perhaps it was killed too, and nothing is wrong with the pool.
             log.warning("%s: trying again", error)
         try:

@@ -20,7 +20,7 @@ from maru_core.errors import ConfigError, ServerUnavailableError
 from maru_core.protocol import ROOT
 from maru_core.settings import Settings
 from maru_core.store import Store, StoreConfig
-from support import Pages, await_condition, hashes, namespace
+from support import Pages, ServerProcess, await_condition, hashes, namespace
 
 SIZES = (20_000,)
 
@@ -226,6 +226,29 @@ def test_a_server_that_is_killed_at_its_start_loses_nothing(starter: Starter, mo
     assert killed
     await_condition(lambda: store.prefix(["kv"], 0, chain) == 6, "what was stored is found again")
     store.close()
+
+
+def test_the_server_of_a_killed_starter_is_good_enough(
+    starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was on its way when its starter was killed: not seen by the next one, which starts another in vain."""
+    pool = f"shm://{starter.pool_name}"
+    late = ServerProcess(tmp_path, pool=pool, bind=starter.endpoint)
+    sweep = Starter._sweep
+
+    def sweep_too_early(self: Starter) -> None:
+        sweep(self)
+        late.start()
+
+    monkeypatch.setattr(Starter, "_sweep", sweep_too_early)
+    try:
+        store = open_store()
+        assert store.put("kv", 0, 1, ROOT, hashes(2), Pages(2, SIZES, seed=1).fragments).all()
+        store.close()
+        assert late.process is not None
+        assert server_pids(starter) == [late.process.pid]
+    finally:
+        late.remove()
 
 
 def test_a_server_that_cannot_be_started_now_is_started_later(starter: Starter) -> None:
