@@ -162,14 +162,16 @@ class Starter:
         self._start(deadline)
 
     def _size(self) -> int:
-        """Bytes of the pool to serve. What a killed server left is taken up again unless another size is asked for."""
+        """Bytes of the pool to serve. What a killed server left is taken up again unless another size is asked for, and
+        no client has it mapped."""
         left = self._pool_path.stat().st_size if self._pool_path.exists() else 0
         if self._pool_size is not None:
             size = parse_pool_uri(f"shm://{self.pool_name}?size={self._pool_size}").size
             assert size is not None
-            if left != size:
-                _remove_if_unserved(self._pool_path)
-            return size
+            if left in (0, size) or _remove_if_unserved(self._pool_path, unless_used=True):
+                return size
+            log.warning("the pool %s is in use: it keeps its %d MiB", self._pool_path, left >> 20)
+            return left
         if left:
             return left
         shared = os.statvfs(self._pool_path.parent)

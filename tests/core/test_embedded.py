@@ -166,6 +166,22 @@ def test_another_size_asked_for_replaces_a_pool_nobody_serves(
     assert starter._pool_path.stat().st_size == 128 << 20
 
 
+def test_another_size_asked_for_takes_nothing_from_those_who_still_use_the_pool(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    chain = hashes(6)
+    assert store.put("kv", 0, 1, ROOT, chain, Pages(6, SIZES, seed=1).fragments).all()
+    store._ensure_server = None  # another process, which wants another size, is the first to start the next server
+    (pid,) = server_pids(starter)
+    os.kill(pid, signal.SIGKILL)
+    await_condition(lambda: not embedded._is_served(starter._pool_path), "the lock of the killed server is gone")
+    monkeypatch.setenv("MARU_POOL_SIZE", "128M")
+    Starter().ensure()
+    await_condition(lambda: store.prefix(["kv"], 0, chain) == 6, "what was stored is found again")
+    store.close()
+
+
 def test_a_runtime_directory_of_somebody_else_is_refused(starter: Starter) -> None:
     starter.directory.mkdir(mode=0o700)
     starter.directory.chmod(0o777)
