@@ -6,7 +6,8 @@ its last client and takes its pool and socket with it. If the server is killed, 
 pool, and nothing that was stored is lost.
 
 Who holds what: ``start.lock`` (a file lock) is held by one starting process at a time; the pool file's lock is held by
-the server as long as it lives, so whether a server lives is never guessed from a pid.
+the server as long as it lives, so whether a server lives is never guessed from a pid. Clients hold a mark of another kind
+on the pool that they map (:func:`maru_core.pool.backing.is_used`): nobody sweeps it while they wait for the next server.
 """
 
 from __future__ import annotations

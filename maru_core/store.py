@@ -161,6 +161,8 @@ class Store:
         """For each hash, whether the page is there with all shards of ``component``."""
         count = len(hashes) // HASH_BYTES
         nothing = np.zeros(count, bool)
+        if not count:
+            return nothing
         return self._guarded(
             lambda life: self._locate(life, component, shard, hashes).slots != NO_SLOT, nothing, "unavailable lookup"
         )
@@ -205,7 +207,7 @@ class Store:
         """
         count = len(hashes) // HASH_BYTES
         loaded = np.zeros(count, bool)
-        if not self._fits(count, hashes, fragments):
+        if not self._fits(count, hashes, fragments) or not count:
             return loaded
         return self._guarded(
             lambda life: self._get(life, component, shard, hashes, fragments),

@@ -308,6 +308,15 @@ def test_a_shape_that_does_not_fit_is_refused(open_store) -> None:
     assert not a.get("kv", 0, hashes(3)[:-1], Pages(2, SIZES).fragments).any()
 
 
+def test_no_pages_at_all_are_no_fault(open_store, caplog: pytest.LogCaptureFixture) -> None:
+    a = open_store()
+    nothing = Pages(0, SIZES).fragments
+    assert a.put("kv", 0, 1, ROOT, b"", nothing).shape == a.get("kv", 0, b"", nothing).shape == (0,)
+    assert a.present("kv", 0, b"").shape == (0,)
+    assert a.prefix(["kv"], 0, b"") == a.delete(b"") == 0
+    assert not caplog.records
+
+
 def test_a_forked_child_gets_misses_and_leaves_the_parent_alone(open_store) -> None:
     a = open_store()
     chain, pages = hashes(4), Pages(4, SIZES, seed=1)
