@@ -79,7 +79,7 @@ class PoolDirectory:
         self._generation_floor = np.uint64((geometry.created_ns // 1_000_000_000) << 32)
         # Where each slot of a cut extent lies: one load per slot where every match and reserve asks. Rows of extents that
         # are not cut are never touched and take no memory.
-        self._offsets: U64 = np.zeros(slots, np.uint64)
+        self.slot_offsets: U64 = np.zeros(slots, np.uint64)
         for extent in np.flatnonzero(self.extents).tolist():
             self._note_offsets(extent, int(self.extents[extent]))
 
@@ -96,7 +96,7 @@ class PoolDirectory:
 
     def offsets(self, slots: npt.NDArray[np.uint32]) -> U64:
         """Byte offset in the pool of each slot; the slots' extents must be cut."""
-        offsets: U64 = self._offsets.take(slots)
+        offsets: U64 = self.slot_offsets.take(slots)
         return offsets
 
     def set_extent(self, extent: int, slot_bytes: int) -> None:
@@ -110,7 +110,7 @@ class PoolDirectory:
         first = extent * geometry.slots_per_extent
         count = min(geometry.extent_bytes // slot_bytes, geometry.slots_per_extent)
         start = geometry.off_data + extent * geometry.extent_bytes
-        self._offsets[first : first + count] = start + np.arange(count, dtype=np.uint64) * np.uint64(slot_bytes)
+        self.slot_offsets[first : first + count] = start + np.arange(count, dtype=np.uint64) * np.uint64(slot_bytes)
 
     # ------------------------------------------------------------ the life of an object
 

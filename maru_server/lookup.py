@@ -9,8 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_core.protocol import HASH_BYTES, NO_SLOT
-from maru_server.directory import U64, PoolDirectory
+from maru_server.directory import CHECKSUM_WORD, U64, PoolDirectory
 from maru_server.tree import ComponentTable, PrefixTree, Rows, chain_rows
+
+try:
+    from maru_server import _native
+except ImportError:  # built without a compiler: numpy does the same, more slowly
+    _native = None  # type: ignore[assignment]
 
 #: Stands for "not known" among rows; differs from every row.
 _ABSENT: Final = -3
@@ -36,13 +41,46 @@ def split(hashes: bytes) -> list[bytes]:
 
 
 class Lookup:
-    """Finds pages of a pool's trees."""
+    """Finds pages of a pool's trees.
 
-    def __init__(self, directory: PoolDirectory) -> None:
+    Args:
+        native: False for numpy even where the compiled pass is there.
+    """
+
+    def __init__(self, directory: PoolDirectory, *, native: bool = True) -> None:
         self.directory = directory
+        self._native = native and _native is not None
 
-    def match(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
-        """The longest prefix of ``keys`` that is whole in all components, and where ``shard`` of it lies."""
+    def match(
+        self, tree: PrefixTree, components: Sequence[int | None], shard: int, hashes: bytes, sparse: bool = False
+    ) -> Location:
+        """Where ``shard`` of the pages lies that are whole in all components: of the longest prefix of the packed
+        ``hashes``, or with ``sparse`` of each page for itself, one element per hash, NO_SLOT where it is not whole."""
+        table = None
+        if self._native and len(components) == 1 and components[0] is not None:
+            table = tree.tables.get(components[0])
+        if table is not None and shard in table.slots and 0 in table.slots:
+            directory = self.directory
+            return Location(
+                *_native.locate(
+                    tree.rows,
+                    hashes,
+                    sparse,
+                    CHECKSUM_WORD,
+                    directory.words.shape[1],
+                    table.slots[shard],
+                    table.slots[0],
+                    table.have,
+                    table.world,
+                    table.length,
+                    directory.slot_offsets,
+                    directory.generations,
+                    directory.words,
+                )
+            )
+        return (self._each if sparse else self._prefix)(tree, components, shard, split(hashes))
+
+    def _prefix(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
         rows = chain_rows(tree, keys, _ABSENT)
         if len(rows) and rows.min() < 0:
             rows = rows[: int((rows < 0).argmax())]
@@ -63,8 +101,7 @@ class Lookup:
         slots = np.concatenate([held[:pages] for _, held in columns]) - _ONE
         return self._locate(pages, slots, np.concatenate([table.length[rows] for table, _ in columns]))
 
-    def match_each(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
-        """As :meth:`match`, each page for itself: one element per key, NO_SLOT where the page is not whole."""
+    def _each(self, tree: PrefixTree, components: Sequence[int | None], shard: int, keys: list[bytes]) -> Location:
         count = len(keys)
         rows = chain_rows(tree, keys, _ABSENT)
         index = np.flatnonzero(rows >= 0)

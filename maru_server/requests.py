@@ -38,12 +38,18 @@ def _invalid(message: str) -> RefusedError:
     return RefusedError(ErrorCode.INVALID, message)
 
 
-def split_hashes(hashes: bytes) -> list[bytes]:
-    """The page hashes of a message, one by one."""
+def count_hashes(hashes: bytes) -> int:
+    """How many page hashes a message has."""
     if len(hashes) % HASH_BYTES:
         raise _invalid(f"hashes has {len(hashes)} bytes: send {HASH_BYTES} for each page")
     if len(hashes) > MAX_BATCH * HASH_BYTES:
         raise _invalid(f"{len(hashes) // HASH_BYTES} pages in one message: send at most {MAX_BATCH}")
+    return len(hashes) // HASH_BYTES
+
+
+def split_hashes(hashes: bytes) -> list[bytes]:
+    """The page hashes of a message, one by one."""
+    count_hashes(hashes)
     return split(hashes)
 
 

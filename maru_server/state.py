@@ -57,6 +57,7 @@ from maru_server.requests import (
     check_match,
     check_reserve,
     check_slots,
+    count_hashes,
     split_hashes,
 )
 from maru_server.sessions import Clock, Reservations, Session, Sessions
@@ -247,15 +248,14 @@ class ServerState:
         return NamespaceOpened(message.rid, self._incarnation, number)
 
     def _match(self, message: Match, session: Session, time: float, now: float) -> Reply:
-        keys = split_hashes(message.hashes)
+        count = count_hashes(message.hashes)
         tree = self._tree(message.namespace)
         check_match(message, self._geometry.component_capacity)
         components = [self._components.get(name) for name in message.components]
-        look = self._lookup.match_each if message.sparse else self._lookup.match
-        located = look(tree, components, message.shard, keys)
+        located = self._lookup.match(tree, components, message.shard, message.hashes, message.sparse)
         counts = self._pages.counts
         counts["matches"] += 1
-        counts["pages_asked"] += len(keys)
+        counts["pages_asked"] += count
         counts["pages_found"] += located.pages
         return Located(message.rid, self._incarnation, *located)
 

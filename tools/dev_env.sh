@@ -4,7 +4,7 @@
 
 VENV="${MARU_VENV:-$ROOT/.venv}"
 lock_environment "$VENV"
-STAMP="$(hash_of pyproject.toml tools/dev_env.sh tools/common.sh $(cd "$ROOT" && ls maru_core/*.c))"
+STAMP="$(hash_of pyproject.toml tools/dev_env.sh tools/common.sh $(cd "$ROOT" && ls maru_*/*.c))"
 if up_to_date "$VENV" "$STAMP"; then
   exit 0
 fi

@@ -30,7 +30,7 @@ fi
 VENV="${MARU_SGLANG_ENV:-$ROOT/.venv-sglang}"
 lock_environment "$VENV"
 STAMP="$(hash_of pyproject.toml tools/sglang_env.sh tools/sglang_requirements.txt tools/common.sh engine_kit/pyproject.toml engine_kit/kit_build.py \
-  $(cd "$ROOT" && ls maru_core/*.c))"
+  $(cd "$ROOT" && ls maru_*/*.c))"
 if up_to_date "$VENV" "$STAMP"; then
   echo "$VENV/bin/python"
   exit 0
