@@ -114,9 +114,23 @@ class PoolDirectory:
 
     # ------------------------------------------------------------ the life of an object
 
-    def reserve(
+    def claim(self, slots: Slots) -> U64:
+        """Take free slots; returns their new generations.
+
+        The generation is stored first, so that nobody is ever told one that the memory does not hold. What the record says
+        besides is that of a former object until :meth:`describe`: only of a COMMITTED record is anything else believed.
+        """
+        assert not self.states[slots].any(), "a slot that is not free was given away"
+        generations = np.maximum(self.generations.take(slots), self._generation_floor)
+        generations += _ONE
+        self._store(self.generations, slots, generations)
+        self._store(self.states, slots, RESERVED)
+        return generations
+
+    def describe(
         self,
         slots: Slots,
+        generations: U64,
         *,
         namespace: int,
         component: int,
@@ -127,26 +141,16 @@ class PoolDirectory:
         parents: U64,
         owner: int,
         now_ns: int,
-    ) -> U64:
-        """Give free slots to objects; returns the slots' new generations.
-
-        ``hashes`` and ``parents`` have shape ``(n, 4)``. The generation is stored first, so that nobody is ever
-        told one that the memory does not hold; then the body; the state last.
-        """
-        assert not self.states[slots].any(), "a slot that is not free was given away"
-        generations = np.maximum(self.generations[slots], self._generation_floor)
-        generations += _ONE
+    ) -> None:
+        """Say what claimed slots are reserved for. ``hashes`` and ``parents`` have shape ``(n, 4)``."""
         body = np.empty((len(slots), RECORD_BYTES // 8), np.uint64)
-        place, shape = FREE | component << 32 | shard << 48, world | namespace << 32
+        place, shape = RESERVED | component << 32 | shard << 48, world | namespace << 32
         body[:] = np.array([place, shape, length, *[0] * 10, now_ns, owner, 0], np.uint64)
         body[:, GENERATION_WORD] = generations
         body[:, HASH_WORD:PARENT_WORD] = hashes
         body[:, PARENT_WORD:CHECKSUM_WORD] = parents
         body[:, CHECK_WORD] = record_checks(body)
-        self._store(self.generations, slots, generations)
         self._store(self.words, slots, body)
-        self._store(self.states, slots, RESERVED)
-        return generations
 
     def commit(self, slots: Slots, checksums: U64 | None) -> None:
         """Publish reserved slots. ``checksums`` has one element per slot, or is None."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -67,11 +68,19 @@ class Pages:
         self.reservations = reservations
         self.leaves = LruLeaves(trees, incomplete_grace_ns)
         self.counts: Counter[str] = Counter()
+        #: What is still to be done for requests that were answered; see :meth:`finish`.
+        self._later: list[Callable[[], None]] = []
         #: More memory is on its way: a reserve that finds none says "no room" instead of evicting.
         self.may_grow = False
         for tree in trees.values():
             for row in np.flatnonzero(tree.child[: tree.size] < 0).tolist():
                 self.leaves.offer(tree, row)
+
+    def finish(self) -> None:
+        """Do what was put off. A reserve and a commit are answered when the pool says what it must say; the books are brought
+        up to date while the answer travels. To be called before anything else looks at them."""
+        while self._later:
+            self._later.pop(0)()
 
     # ------------------------------------------------------------ reserve
 
@@ -122,34 +131,42 @@ class Pages:
         status[wanted[len(slots) :]] = ReserveStatus.NO_ROOM
         packed = self._nothing(count)
         if len(given):
-            self._grow(tree, above, parent, rows, given, keys, loose, now_ns)
-            everything = words(parent + hashes)
-            if len(given) == count:
-                mine, own, parents = rows, everything[1:], everything[:-1]
-            else:
-                mine, own, parents = rows[given], everything[given + 1], everything[given]
-            granted = self.directory.reserve(
-                slots,
-                namespace=tree.number,
-                component=component,
-                shard=shard,
-                world=world,
-                length=nbytes,
-                hashes=own,
-                parents=parents,
-                owner=session.number,
-                now_ns=now_ns,
-            )
-            tree.hold(component, shard, mine, slots, world, nbytes)
-            reservation = self.reservations.add(
-                session, slots, granted, Page(tree, component, shard, mine), time, deadline
-            )
-            reservation.remember_blobs()
+            granted = self.directory.claim(slots)
             offsets = self.directory.offsets(slots)
             if len(given) == count:
-                packed = (reservation.slots_blob, offsets.tobytes(), reservation.generations_blob)
+                packed = (slots.tobytes(), offsets.tobytes(), granted.tobytes())
             else:
                 packed = self._spread(count, given, slots, offsets, granted)
+
+            def keep_books() -> None:
+                self._grow(tree, above, parent, rows, given, keys, loose, now_ns)
+                everything = words(parent + hashes)
+                if len(given) == count:
+                    mine, own, parents = rows, everything[1:], everything[:-1]
+                else:
+                    mine, own, parents = rows[given], everything[given + 1], everything[given]
+                self.directory.describe(
+                    slots,
+                    granted,
+                    namespace=tree.number,
+                    component=component,
+                    shard=shard,
+                    world=world,
+                    length=nbytes,
+                    hashes=own,
+                    parents=parents,
+                    owner=session.number,
+                    now_ns=now_ns,
+                )
+                tree.hold(component, shard, mine, slots, world, nbytes)
+                reservation = self.reservations.add(
+                    session, slots, granted, Page(tree, component, shard, mine), time, deadline
+                )
+                reservation.remember_blobs()
+
+            self._later.append(keep_books)
+            if pinned is not None:
+                self.finish()
         if pinned is not None:
             tree.pending[pinned] -= _ONE
             self._offer(tree, tree.prune(pinned.tolist()))
@@ -269,7 +286,8 @@ class Pages:
             and reservation.slots_blob == slots_blob
             and reservation.generations_blob == generations_blob
         ):
-            self._publish(reservation, reservation.page, reservation.page.rows, reservation.slots, checksums, now_ns)
+            self.directory.commit(reservation.slots, checksums)
+            self._later.append(partial(self._published, reservation, reservation.page.rows, reservation.slots, now_ns))
             return bytes(len(slots))  # all CommitStatus.COMMITTED
         generations = np.frombuffer(generations_blob, "<u8")
         for reservation, index, at in self._held_by(session, slots, generations):
@@ -278,7 +296,7 @@ class Pages:
                 self._take_back(reservation, mine)
             else:
                 some = None if checksums is None else checksums[at]
-                self._publish(reservation, reservation.page, reservation.page.rows[index], mine, some, now_ns)
+                self._publish(reservation, reservation.page.rows[index], mine, some, now_ns)
         directory = self.directory
         stored = directory.states[slots] == COMMITTED
         stored &= directory.generations[slots] == generations
@@ -311,10 +329,13 @@ class Pages:
                 found.append((reservation, index, at[first]))
         return found
 
-    def _publish(
-        self, reservation: Reservation, page: Page, rows: Rows, slots: Slots, checksums: U64 | None, now_ns: int
-    ) -> None:
+    def _publish(self, reservation: Reservation, rows: Rows, slots: Slots, checksums: U64 | None, now_ns: int) -> None:
         self.directory.commit(slots, checksums)
+        self._published(reservation, rows, slots, now_ns)
+
+    def _published(self, reservation: Reservation, rows: Rows, slots: Slots, now_ns: int) -> None:
+        page = reservation.page
+        assert page is not None
         self.reservations.settle(reservation, slots)
         tree = page.tree
         tree.publish(page.component, rows, now_ns)

@@ -215,6 +215,7 @@ class Service:
                 data = protocol.encode(reply)
                 self._router.send(frames[0], _MORE)
                 self._router.send(data, _DONTWAIT)
+                self._state.finish()
         except zmq.ZMQError as error:
             log.debug("a reply was dropped: %s", error)
         except Exception:

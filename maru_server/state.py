@@ -166,8 +166,13 @@ class ServerState:
 
     # ------------------------------------------------------------ messages
 
+    def finish(self) -> None:
+        """Do what :meth:`handle` left for when the reply is on its way. Every other method does it first."""
+        self._pages.finish()
+
     def handle(self, message: Request, now: float) -> Reply | None:
         """Do what a client asks. Raises for no message that was decoded."""
+        self.finish()
         time = self._clock.time(now)
         if isinstance(message, Hello):
             return self._hello(message, time)
@@ -348,6 +353,7 @@ class ServerState:
 
     def tick(self, now: float) -> None:
         """Leases, quarantine, eviction above the watermark, uses written down; a bounded part of each."""
+        self.finish()
         time = self._clock.time(now)
         self._expire_sessions(time)
         self._expire_reservations(time)
@@ -443,6 +449,7 @@ class ServerState:
 
     def process_gone(self, session: int, now: float) -> None:
         """The client's process is dead for certain."""
+        self.finish()
         self._clock.time(now)
         found = self._sessions.get(session)
         if found is not None:
@@ -450,6 +457,7 @@ class ServerState:
 
     def stats(self) -> dict[str, float | int | str]:
         """Figures for people and tests; counts are since the start."""
+        self.finish()
         counts, slabs = self._pages.counts, self._slabs
         slots = slabs.used_slots() - self._reservations.live_slots - self._reservations.quarantined_slots
         return {
@@ -478,6 +486,7 @@ class ServerState:
         Raises:
             AssertionError: naming what does not fit.
         """
+        self.finish()
         check(self._directory, self._slabs, self._trees, self._reservations, self._sessions, self._pages.leaves)
         assert self._namespaces == self._directory.namespaces()
         assert self._components == self._directory.components()

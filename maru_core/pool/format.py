@@ -16,8 +16,9 @@ Slot ``s`` belongs to extent ``s // slots_per_extent`` and lies at
 
 Rules of writing (only the server writes any of this):
 
-- A record is written body first, state last; freeing writes the generation first. A record is believed only if its
-  state is COMMITTED, ``record_check`` fits and its generation equals the one in the generation array.
+- A record is published body first, state last; freeing writes the generation first. Taking a slot writes its generation,
+  then the state RESERVED, then the body: of a reserved slot nothing is believed but that it is taken. A record is
+  believed only if its state is COMMITTED, ``record_check`` fits and its generation equals the one in the generation array.
 - Giving a slot to an object writes the new generation before the slot is told to anyone; freeing it bumps the
   generation again. Generations start at ``created_s << 32``, so that they are not reused over a format either.
 - Single u64 stores (generation, state, extent size) are atomic; everything longer carries a checksum.

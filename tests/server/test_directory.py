@@ -21,8 +21,11 @@ def directory() -> PoolDirectory:
 
 
 def give(directory: PoolDirectory, slots: list[int]) -> np.ndarray:
-    return directory.reserve(
-        np.array(slots, np.uint32),
+    numbers = np.array(slots, np.uint32)
+    generations = directory.claim(numbers)
+    directory.describe(
+        numbers,
+        generations,
         namespace=3,
         component=2,
         shard=1,
@@ -33,6 +36,7 @@ def give(directory: PoolDirectory, slots: list[int]) -> np.ndarray:
         owner=77,
         now_ns=123,
     )
+    return generations
 
 
 def test_a_record_says_all_about_its_object(directory: PoolDirectory) -> None:
@@ -191,14 +195,14 @@ def test_the_generation_is_in_memory_before_the_state() -> None:
     assert all(generation == told for _, generation in seen)
 
 
-def test_a_reserved_records_body_is_whole() -> None:
+def test_a_committed_records_body_is_whole() -> None:
     shape = geometry()
     directory = SteppingDirectory(shape, np.zeros(shape.off_data, np.uint8))
     slots = np.array([0, 1], np.uint32)
 
     def look() -> None:
-        reserved = slots[directory.states[slots] != FREE]
-        assert (directory.words[reserved, CHECK_WORD] == record_checks(directory.words[reserved])).all()
+        stored = slots[directory.states[slots] == COMMITTED]
+        assert (directory.words[stored, CHECK_WORD] == record_checks(directory.words[stored])).all()
 
     directory.after_store = look
     give(directory, [0, 1])

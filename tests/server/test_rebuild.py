@@ -77,6 +77,27 @@ def test_reserved_slots_are_nobodys_after_a_restart(server: Server, client: Clie
     assert client.match(chain("a", 4)).pages == 4
 
 
+def test_killed_right_after_its_answers_before_the_books_are_kept(server: Server, client: Client) -> None:
+    old = client.store(chain("old", 3))
+    client.delete(chain("old", 1))
+    server.checked = False  # the check would bring the books up to date
+    grant = client.reserve(chain("a", 3))
+    assert set(grant.slots.tolist()) == set(old.slots.tolist()), "records of former objects lie there"
+    server.restart()
+    server.checked = True
+    assert server.stats["slots_quarantined"] == 3
+    client.connect()
+    assert client.match(chain("old", 3)).pages == 0
+    server.checked = False
+    stored = client.store(chain("b", 3))
+    assert not set(stored.slots.tolist()) & set(grant.slots.tolist())
+    server.restart()
+    server.checked = True
+    client.connect()
+    assert client.match(chain("b", 3)).pages == 3
+    assert client.match(chain("b", 3), sparse=True).slots == stored.slots.tolist()
+
+
 def test_an_old_session_is_unknown_to_a_new_server(server: Server, client: Client) -> None:
     old = client.session
     server.restart()
