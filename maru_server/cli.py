@@ -197,8 +197,11 @@ def _config(high: float, low: float, lease_s: float, quarantine_s: float) -> Sta
         )
     if not 0 < lease_s <= 3600:
         raise ConfigError(f"--lease is {lease_s:g}: give seconds above 0 and up to 3600")
-    if not 0 <= quarantine_s <= 86_400:
-        raise ConfigError(f"--quarantine is {quarantine_s:g}: give seconds from 0 to 86400")
+    if not 0.1 <= quarantine_s <= 86_400:
+        raise ConfigError(
+            f"--quarantine is {quarantine_s:g}: give seconds from 0.1 to 86400; without one, a restart would give out slots "
+            "that living clients still write into"
+        )
     return StateConfig(
         heartbeat_s=min(StateConfig().heartbeat_s, lease_s / 4),
         lease_s=lease_s,

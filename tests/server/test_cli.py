@@ -83,7 +83,7 @@ def test_neither_torch_nor_an_engine_is_imported() -> None:
         (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--high-watermark", "1.5"], ["--high-watermark 1.5"]),
         (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--lease", "0"], ["--lease is 0"]),
         (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--lease", "nan"], ["--lease is nan"]),
-        (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--quarantine", "-1"], ["--quarantine is -1"]),
+        (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--quarantine", "0"], ["--quarantine is 0"]),
         (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--idle-exit", "0"], ["--idle-exit is 0"]),
         (["--pool", "shm://x", "--bind", "ipc:///tmp/x", "--ready-fd", "777"], ["--ready-fd is 777"]),
     ],
