@@ -40,8 +40,10 @@ _ATTACHMENT = "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAtta
 _ATTACH = f"{_ATTACHMENT}.attach"
 _APPLY = f"{_ATTACHMENT}.apply_runtime_config"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_WEIGHT_UPDATES = tuple(
-    f"{_WEIGHTS}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
+#: ``begin_weight_update`` too: between begin and end a trainer may write the weights by RDMA, with no call of its own.
+_WEIGHT_UPDATES = (
+    f"{_WEIGHTS}.begin_weight_update",
+    *(f"{_WEIGHTS}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
 )
 #: These two do nothing outside a session that was begun.
 _IN_SESSION_ONLY = ("update_weights_from_distributed", "update_weights_from_tensor")

@@ -214,6 +214,9 @@ class Recorder:
         self.events.append("changed")
         return False, "no such model"
 
+    def begin_weight_update(self) -> None:
+        self.events.append("begun")
+
 
 @pytest.mark.sglang
 @pytest.mark.usefixtures("loaded")
@@ -248,6 +251,15 @@ class TestWeightUpdates:
         assert recorder.events == ["told", "changed"]
         with pytest.raises(ValueError, match="replaced at run time"):
             StorageAttachment(types.SimpleNamespace()).attach(storage_backend="maru")
+
+    def test_weights_may_be_written_by_rdma_once_an_update_has_begun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        recorder = Recorder()
+        updater = self.updater(recorder, recorder)
+        monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
+        updater.tp_cpu_group = None
+        assert updater.begin_weight_update(types.SimpleNamespace(selector="target")).success
+        assert recorder.events == ["told", "begun"]
+        assert plugin._weights_replaced
 
     def test_a_call_that_sglang_refuses_changes_nothing(self) -> None:
         recorder = Recorder()
