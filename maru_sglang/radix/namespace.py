@@ -52,7 +52,16 @@ _ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = {
         "disable_fast_image_processor",
         "trust_mm_content_hashes",  # then a client may claim any image's hash
     ),
-    "exec": ("dllm_algorithm", "dllm_algorithm_config", "enable_mis", "rl_on_policy_target"),
+    "exec": (
+        "dllm_algorithm",
+        "dllm_algorithm_config",
+        "enable_mis",
+        "rl_on_policy_target",
+        "enable_precise_embedding_interpolation",  # other position embeddings of images
+        "enable_quant_communications",
+        "enable_w4a4_mxfp4_megamoe",
+    ),
+    "observability": ("forward_hooks",),  # they may change activations
 }
 #: Arguments under which nobody can tell from disk which weights run, and what to do instead.
 _UNTOLD_WEIGHTS: Final[Mapping[str, str]] = {

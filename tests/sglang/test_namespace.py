@@ -180,6 +180,8 @@ def test_equal_processes_share_whatever_they_are_called(
         {"kv_cache_dtype": "bf16"}, {"dtype": "float16"}, {"quantization": "fp8"}, {"is_embedding": True},
         {"json_model_override_args": json.dumps({"rope_theta": 1e6})}, {"model_impl": "transformers"},
         {"load_format": "dummy"}, {"trust_remote_code": True}, {"mm_process_config": {"image": {"max_pixels": 1}}}, {"trust_mm_content_hashes": True},
+        {"enable_precise_embedding_interpolation": True}, {"enable_quant_communications": True},
+        {"enable_w4a4_mxfp4_megamoe": True}, {"forward_hooks": [{"name": "steer", "target_modules": ["model.layers.0"]}]},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )  # fmt: skip
