@@ -8,6 +8,7 @@ import msgspec
 
 from maru_core.errors import ConfigError
 from maru_core.pool import parse_pool_uri
+from maru_core.pool.uri import parse_size
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +38,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.pool is not None:
             parse_pool_uri(self.pool)
+        if self.pool_size is not None:
+            parse_size(self.pool_size, "pool_size")
 
 
 class StoreMetrics(msgspec.Struct, kw_only=True):

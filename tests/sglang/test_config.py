@@ -40,7 +40,7 @@ def test_every_key() -> None:
         ("timeout_ms", "fast"), ("timeout_ms", "500"), ("timeout_ms", 0), ("timeout_ms", 1e9), ("timeout_ms", True),
         ("verify", "always"), ("verify", True), ("verify", None), ("copy_threads", 0), ("copy_threads", "two"),
         ("copy_threads", 2.5), ("server", "localhost:5555"), ("server", 5555), ("pool", "/dev/shm/x"), ("pool", 1),
-        ("pool_size", 8), ("tag", 3), ("tag", "x" * 201), ("tag", "a\nb"), ("tag", None),
+        ("pool_size", 8), ("pool_size", "lots"), ("tag", 3), ("tag", "x" * 201), ("tag", "a\nb"), ("tag", None),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named_with_its_key_and_a_cure(key: str, value: Any) -> None:
