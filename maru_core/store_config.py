@@ -24,7 +24,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     timeout_ms: int = 500
     #: ``checksum`` also compares a checksum of every object that is read, and computes one for each that is written.
     verify: Literal["generation", "checksum"] = "generation"
-    #: Threads that copy one batch; None measures the machine.
+    #: Threads that copy one large batch; None: one per CPU this process may use, at most 4.
     copy_threads: int | None = None
 
     def __post_init__(self) -> None:

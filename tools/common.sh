@@ -5,7 +5,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-# The newest Python that all of it runs on; PYTHON overrides.
+# A Python that all of it runs on, 3.11 if there is one; PYTHON comes first.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-} python3.11 python3.12 python3; do

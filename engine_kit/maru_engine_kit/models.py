@@ -30,7 +30,7 @@ class ModelSize:
     positions: int = 8192
 
 
-#: ``tiny`` has some 0.3 M parameters and is for tests; ``demo`` has some 76 M, so that a prefill takes long enough
+#: ``tiny`` has some 0.3 M parameters and is for tests; ``demo`` has some 78 M, so that a prefill takes long enough
 #: on a CPU for a time to first token to mean something.
 SIZES = {
     "tiny": ModelSize(layers=4, hidden=64, intermediate=192, heads=4, kv_heads=2),
