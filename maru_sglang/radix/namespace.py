@@ -443,6 +443,7 @@ def _draft(arguments: _Arguments) -> str:
         "enable_multi_layer_eagle",
     )
     facts = {name: arguments.get("spec", name) for name in names}
+    cache = arguments.get("model", "download_dir")
     for name in ("speculative_draft_model_path", "uno_lora_path"):
         if value := arguments.get("spec", name):
             load_format = arguments.get("spec", "speculative_draft_load_format") or arguments.get(
@@ -452,7 +453,7 @@ def _draft(arguments: _Arguments) -> str:
             if load_format == "dummy":
                 facts[name] = _dummy_weights(arguments)
             else:
-                facts[name] = _weights_at(str(value), revision, None, str(load_format), code=False)
+                facts[name] = _weights_at(str(value), revision, cache, str(load_format), code=False)
     return f"{algorithm} {_json_digest(facts)}"
 
 

@@ -264,6 +264,21 @@ def test_speculation_counts(digest: Callable[..., bytes], tmp_path: Path) -> Non
 
 
 @pytest.mark.sglang
+def test_a_draft_is_looked_for_where_sglang_downloads_to(
+    digest: Callable[..., bytes], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[str | None] = []
+
+    def located(path: str, revision: str | None, cache: str | None) -> Path:
+        caches.append(cache)
+        return Path(path)
+
+    monkeypatch.setattr("maru_sglang.radix.namespace.locate_model", located)
+    digest(download_dir="/models", speculative_algorithm="EAGLE", speculative_draft_model_path=str(model_dir))
+    assert caches == ["/models", "/models"]
+
+
+@pytest.mark.sglang
 def test_kv_scales_count_by_content(digest: Callable[..., bytes], tmp_path: Path) -> None:
     scales, seen = tmp_path / "scales.json", {digest()}
     for text in ("{}", '{"0": 2.0}'):
