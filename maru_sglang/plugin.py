@@ -43,6 +43,8 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 #: ``begin_weight_update`` too: between begin and end a trainer may write the weights by RDMA, with no call of its own.
 _WEIGHT_UPDATES = (
     f"{_WEIGHTS}.begin_weight_update",
+    # What a server's memory holds after its weights were released and mapped again is anybody's guess until they are updated.
+    f"{_WEIGHTS}.release_memory_occupation",
     *(f"{_WEIGHTS}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
 )
 #: These two do nothing outside a session that was begun.
@@ -270,8 +272,11 @@ def _pass_chains(self: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...],
 def _around_weight_update(original: Callable[..., Any], self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell the backend before its namespace becomes wrong, so that nothing computed with new weights is stored in it."""
     global _weights_replaced
-    refused = original.__name__ in _IN_SESSION_ONLY and getattr(self, "_session", None) is None
-    if not refused:
+    name = original.__name__
+    harmless = name in _IN_SESSION_ONLY and getattr(self, "_session", None) is None
+    if name == "release_memory_occupation" and recv_req.tags:
+        harmless = "weights" not in recv_req.tags  # no tags: everything
+    if not harmless:
         _weights_replaced = True
         _notify_backend(self)
     return original(self, recv_req, *args, **kwargs)

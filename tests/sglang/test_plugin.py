@@ -261,6 +261,17 @@ class TestWeightUpdates:
         assert recorder.events == ["told", "begun"]
         assert plugin._weights_replaced
 
+    @pytest.mark.parametrize(("tags", "told"), [(None, True), (["weights"], True), (["kv_cache"], False)])
+    def test_released_weights_are_no_longer_known(self, tags: list[str] | None, told: bool) -> None:
+        recorder = Recorder()
+        updater = self.updater(recorder, recorder)
+        updater.scheduler._engine_paused = False
+        updater.is_fully_idle = lambda **_: False  # SGLang itself goes no further than its first check
+        with pytest.raises(AssertionError, match="idle"):
+            updater.release_memory_occupation(types.SimpleNamespace(tags=tags))
+        assert recorder.events == (["told"] if told else [])
+        assert plugin._weights_replaced is told
+
     def test_a_call_that_sglang_refuses_changes_nothing(self) -> None:
         recorder = Recorder()
         updater = self.updater(recorder, recorder)
