@@ -14,8 +14,8 @@ lint: env        ## ruff, formatting, types
 	@tools/lint.sh
 
 bench: env       ## copy and metadata benchmarks, as ratios to memcpy and to a bare echo
-	@$(VENV)/bin/maru-bench copy $(BENCH)
-	@$(VENV)/bin/maru-bench metadata $(BENCH)
+	@$(VENV)/bin/maru-bench copy $(COPY)
+	@$(VENV)/bin/maru-bench metadata $(METADATA)
 
 env:             ## the light environment .venv
 	@tools/dev_env.sh

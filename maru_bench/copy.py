@@ -16,6 +16,8 @@ Included is all that the caller waits for. Not included, for all peers alike: th
 and the files were written once before the first measurement, so that no peer waits for the kernel to find and
 zero pages; files are overwritten in place, which is kinder to them than a store that creates them. Removing pages
 between repeats (so that each ``put`` stores something new) is not included either. Bytes are checked after the loads.
+A sample walks through up to 512 MiB of pages, so that those of large batches come from memory and not from the
+processor's cache, for all peers alike, as they do in an engine.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ U8Array = npt.NDArray[np.uint8]
 #: Part of memcpy's speed that Maru is to reach, for batches of at least that many bytes.
 TARGET: Final = 0.85
 TARGET_BYTES: Final = 16 << 20
-#: A sample repeats batches until it has moved about this much, so that its time can be measured.
-_SAMPLE_BYTES: Final = 16 << 20
+#: A sample moves this much, batch after batch, each at another place: pages come from memory and not from the processor's
+#: cache, as they do in an engine, whose pools are far larger than any cache. Short batches stop at so many calls.
+_SAMPLE_BYTES: Final = 512 << 20
 _SAMPLE_CALLS: Final = 64
-#: Batches of less than this are repeated up to so many times as often as was asked for.
+#: Samples of less than this are repeated up to so many times as often as was asked for.
 _OFTEN_BYTES: Final = 128 << 20
 _OFTEN: Final = 4
 _FRAGMENTS: Final = 2
@@ -350,7 +353,9 @@ def run(options: CopyOptions, narrate: Callable[[str], None]) -> CopyResult:
         for size in options.page_bytes:
             for batch in options.batches:
                 narrate(f"{batch} pages of {_human(size)}")
-                rows += _measure(peers, engine, size, batch, _rounds(options.repeats, size * batch))
+                rows += _measure(
+                    peers, engine, size, batch, _rounds(options.repeats, size * batch * _sample_calls(size, batch))
+                )
     rows.sort(key=lambda row: (_OPERATIONS.index(row.operation), row.page_bytes, row.batch))
     return CopyResult(machine=describe_machine(), repeats=options.repeats, threads=options.threads, rows=rows)
 
@@ -400,9 +405,9 @@ def _sample_calls(size: int, batch: int) -> int:
     return min(max(1, _SAMPLE_BYTES // (size * batch)), _SAMPLE_CALLS)
 
 
-def _rounds(repeats: int, batch_bytes: int) -> int:
-    """Repeats of a batch: short ones are disturbed more by what else the machine does, and cost little."""
-    return repeats * min(max(1, _OFTEN_BYTES // batch_bytes), _OFTEN)
+def _rounds(repeats: int, sample_bytes: int) -> int:
+    """Repeats of a sample: short ones are disturbed more by what else the machine does, and cost little."""
+    return repeats * min(max(1, _OFTEN_BYTES // sample_bytes), _OFTEN)
 
 
 def _mapped(path: Path, nbytes: int) -> U8Array:

@@ -17,6 +17,8 @@ An engine's own configuration comes before these; a set variable that cannot be 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,12 +30,14 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 DEFAULT_IDLE_EXIT_S: Final = 60.0
 
 _PREFIX: Final = "MARU_"
+#: Variables of the scripts that set environments up; not ours to judge.
+_TOOLS: Final = ("MARU_SGLANG_", "MARU_VENV")
 _KNOWN: Final = ("MARU_SERVER", "MARU_POOL", "MARU_RUNTIME_DIR", "MARU_POOL_SIZE", "MARU_IDLE_EXIT_S", "MARU_LOG_LEVEL")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment says. ``unknown`` names ``MARU_`` variables that mean nothing: whoever starts up logs them."""
+    """What the environment says. ``unknown`` names ``MARU_`` variables that mean nothing; see :meth:`warn_of_unknown`."""
 
     server: str | None
     pool: str | None
@@ -59,8 +63,18 @@ class Settings:
             pool_size=values.get("MARU_POOL_SIZE"),
             idle_exit_s=_seconds("MARU_IDLE_EXIT_S", values.get("MARU_IDLE_EXIT_S"), DEFAULT_IDLE_EXIT_S),
             log_level=_log_level(values.get("MARU_LOG_LEVEL")),
-            unknown=tuple(sorted(key for key in source if key.startswith(_PREFIX) and key not in _KNOWN)),
+            unknown=tuple(sorted(key for key in source if _is_unknown(key))),
         )
+
+    def warn_of_unknown(self, log: logging.Logger) -> None:
+        """Whoever starts up says so: a misspelt variable is easily taken for one that works."""
+        for name in self.unknown:
+            near = difflib.get_close_matches(name, _KNOWN, n=1)
+            log.warning("%s means nothing to Maru%s", name, f": did you mean {near[0]}?" if near else "")
+
+
+def _is_unknown(key: str) -> bool:
+    return key.startswith(_PREFIX) and not key.startswith(_TOOLS) and key not in _KNOWN
 
 
 def _endpoint(text: str | None) -> str | None:

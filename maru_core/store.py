@@ -119,6 +119,7 @@ class Store:
             A named server that is merely away does not raise: everything is a miss until it is there.
         """
         settings = Settings.from_environment()
+        settings.warn_of_unknown(log)
         ensure = None
         endpoint = config.server or settings.server
         if config.pool is None and settings.pool is not None:

@@ -213,12 +213,14 @@ def _config(high: float, low: float, lease_s: float, quarantine_s: float) -> Sta
 
 
 def _set_up_log(level: str | None) -> None:
-    chosen = Settings.from_environment().log_level if level is None else level.lower()
+    settings = Settings.from_environment()
+    chosen = settings.log_level if level is None else level.lower()
     if chosen not in LOG_LEVELS:
         raise ConfigError(f"--log-level is {level!r}: give one of {', '.join(LOG_LEVELS)}")
     logging.basicConfig(
         stream=sys.stderr, level=chosen.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    settings.warn_of_unknown(log)
 
 
 def _check_ready_fd(descriptor: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import logging
 import re
 import subprocess
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_a_value_that_cannot_be_used_names_key_value_and_cure(key: str, value: s
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARU_POOL_SIZE", "3G")
     assert Settings.from_environment().pool_size == "3G"
+
+
+def test_a_misspelt_variable_is_said_with_the_nearest_known_one(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings.from_environment({"MARU_SERVR": "x", "MARU_QUUX": "y", "MARU_SGLANG_PYTHON": "z", "OTHER": "w"})
+    settings.warn_of_unknown(logging.getLogger("maru.test"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "MARU_QUUX means nothing to Maru",
+        "MARU_SERVR means nothing to Maru: did you mean MARU_SERVER?",
+    ]
 
 
 def test_no_other_module_reads_the_environment() -> None:
