@@ -32,7 +32,7 @@ def namespace(**changes: object) -> Namespace:
     return msgspec.structs.replace(NAMESPACE, **changes)
 
 
-def await_condition(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+def await_condition(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     """Wait until ``condition()`` is true; fail with ``what`` if it does not become so."""
     deadline = time.monotonic() + timeout_s
     while not condition():
