@@ -55,15 +55,18 @@ T = TypeVar("T")
 
 
 def _answers(fallback: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Turn whatever goes wrong in a call into ``fallback(*arguments)``: nothing may reach SGLang's threads."""
+    """Turn whatever goes wrong in a call into ``fallback(*arguments)``: nothing may reach SGLang's threads. Keys that are no
+    chain are a refusal, everything else a fault."""
 
     def wrap(call: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(call)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            backend: Any = args[0]
             try:
                 return call(*args, **kwargs)
+            except ChainError as error:
+                backend._refused(error)
             except Exception:
-                backend: Any = args[0]
                 backend._log_once(
                     f"fault in {call.__name__}", logging.ERROR, "fault in %s: a miss", call.__name__, exc_info=True
                 )
@@ -177,11 +180,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         store = self._usable()
         if store is None or not keys:
             return 0
-        try:
-            hashes = pack_keys(keys)
-        except ChainError as error:
-            self._refused(error)
-            return 0
+        hashes = pack_keys(keys)
         return store.prefix(self._placement.components, self._placement.shard, hashes)
 
     def exists(self, key: str) -> bool:
@@ -247,11 +246,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         store = self._usable()
         if store is None:
             return _false(keys)
-        try:
-            hashes = pack_keys(keys)
-        except ChainError as error:
-            self._refused(error)
-            return _false(keys)
+        hashes = pack_keys(keys)
         began = time.monotonic()
         loaded = store.get(self._placement.component, self._placement.shard, hashes, fragments)
         self._note(self._prefetches, int(loaded.sum()), began)
@@ -268,11 +263,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         fragments = self._fragments(keys, host_indices)
         if fragments is None:
             return _false(keys)
-        try:
-            parent = parent_of(keys, extra_info.prefix_keys if extra_info is not None else None)
-        except ChainError as error:
-            self._refused(error)
-            return _false(keys)
+        parent = parent_of(keys, extra_info.prefix_keys if extra_info is not None else None)
         return self._save(keys, parent, fragments)
 
     @_answers(_false_by_pool)
@@ -304,12 +295,8 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
             return False
         if not keys:
             return True
-        try:
-            parent_of(keys, ())
-            hashes = pack_keys(keys)
-        except ChainError as error:
-            self._refused(error)
-            return False
+        parent_of(keys, ())  # refuses a page that is there twice
+        hashes = pack_keys(keys)
         saved = np.array(self._save(keys, ROOT, fragments))
         store = self._usable()
         if not saved.all() and store is not None:
@@ -320,11 +307,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         store, place = self._usable(), self._placement
         if store is None or not place.writer:
             return _false(keys)
-        try:
-            hashes = pack_keys(keys)
-        except ChainError as error:
-            self._refused(error)
-            return _false(keys)
+        hashes = pack_keys(keys)
         began = time.monotonic()
         stored = store.put(place.component, place.shard, place.world, parent, hashes, fragments)
         self._note(self._backups, int(stored.sum()), began)
