@@ -5,7 +5,7 @@ the pool; if not, it sweeps what killed processes left behind and starts one, de
 its last client and takes its pool and socket with it. If the server is killed, the next call starts another on the same
 pool, and nothing that was stored is lost.
 
-Who holds what: ``start.lock`` (a file lock) is held by one starting process at a time; the pool file's lock is held by
+Who holds what: ``start.lock`` (a file lock) is held by one starting process at a time, which removes it; the pool file's lock is held by
 the server as long as it lives, so whether a server lives is never guessed from a pid. Clients hold a mark of another kind
 on the pool that they map (:func:`maru_core.pool.backing.is_used`): nobody sweeps it while they wait for the next server.
 """
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maru_core.errors import ConfigError, MaruError, ServerUnavailableError
-from maru_core.pool import parse_pool_uri
+from maru_core.pool import numa, parse_pool_uri
 from maru_core.pool.backing import is_used
 from maru_core.settings import Settings
 
@@ -112,21 +112,28 @@ class Starter:
 
     @contextlib.contextmanager
     def _start_lock(self, deadline: float) -> Iterator[None]:
-        descriptor = os.open(self.directory / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
+        path = self.directory / "start.lock"
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                while not _try_lock(descriptor):
                     if time.monotonic() > deadline:
                         raise ServerUnavailableError(
-                            f"another process has been starting the embedded server for long ({self.directory}/start.lock is held)"
-                        ) from None
+                            f"another process has been starting the embedded server for long ({path} is held)"
+                        )
                     time.sleep(0.02)
-            yield
-        finally:
-            _let_go(descriptor)
+                # Whoever held it has removed it, most likely: only the file that the path names is the lock.
+                if not _is_at(descriptor, path):
+                    continue
+                try:
+                    yield
+                finally:
+                    # Nobody else removes it while it is held, so it is still ours; whoever waits for it looks again.
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                return
+            finally:
+                _let_go(descriptor)
 
     def _sweep(self) -> None:
         """Remove what killed servers of this user left: the stale socket, and pools that no server serves.
@@ -177,6 +184,8 @@ class Starter:
             return left
         shared = os.statvfs(self._pool_path.parent)
         free = min(shared.f_bavail * shared.f_frsize, _available_memory())
+        if self._settings.pool_numa is not None:
+            free = min(free, numa.node_bytes(self._settings.pool_numa) or free)
         size = min(max(free // 4, MIN_POOL_BYTES), MAX_POOL_BYTES)
         if size > free:
             raise ConfigError(
@@ -187,13 +196,15 @@ class Starter:
 
     def _start(self, deadline: float) -> None:
         size = self._size()
-        uri = f"shm://{self.pool_name}"
+        node = self._settings.pool_numa
+        uri = f"shm://{self.pool_name}" + ("" if node is None else f"?numa={node}")
         read_end, write_end = os.pipe()
         try:
             command = [
                 sys.executable, "-m", "maru_server",
                 "--pool", uri, "--size", str(size), "--bind", self.endpoint,
-                "--idle-exit", str(self._settings.idle_exit_s), "--unlink-on-exit", "--ready-fd", str(write_end),
+                "--idle-exit", str(self._settings.idle_exit_s), "--unlink-on-exit",
+                "--unlink-log", str(self.directory / "server.log"), "--ready-fd", str(write_end),
             ]  # fmt: skip
             with open(self.directory / "server.log", "ab", buffering=0) as output:
                 if output.tell() > 1 << 20:
@@ -240,6 +251,22 @@ class Starter:
         except OSError:
             lines = []
         return f"{lines[-1] if lines else 'it said nothing'} (log: {self.directory / 'server.log'})"
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the path names the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
+    except OSError:
+        return False
 
 
 def _is_served(path: Path) -> bool:

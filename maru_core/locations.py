@@ -15,13 +15,58 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_core.errors import MaruError
-from maru_core.protocol import HASH_BYTES, Located
+from maru_core.protocol import HASH_BYTES, NO_SLOT, POOL_SHIFT, Located, Match, MissReason
 
 U64Array = npt.NDArray[np.uint64]
 
 #: How long the locations of a match are worth keeping for the get that follows it, seconds.
 RECENT_S: Final = 10.0
 RECENT_MATCHES: Final = 64
+
+
+_REASONS: Final = frozenset(int(reason) for reason in MissReason)
+
+
+def in_one_pool(slots: bytes, pools: int) -> bool:
+    """Whether all slots of one answer (u32, NO_SLOT where there is none) are of one of the server's pools, as they must be. ``pools`` is
+    below 2 where it has one, and then numbers are the pool's own."""
+    if pools < 2:
+        return True
+    numbers = np.frombuffer(slots, "<u4")
+    numbers = numbers[numbers != NO_SLOT] >> np.uint32(POOL_SHIFT)
+    return not len(numbers) or bool(numbers[0] < pools and (numbers == numbers[0]).all())
+
+
+def answers(request: Match, reply: Located, pools: int = 0) -> bool:
+    """Whether a reply can be the answer to this request: what does not fit is not looked at any further.
+
+    Args:
+        pools: how many the server has named, see :func:`in_one_pool`.
+    """
+    asked, components = len(request.hashes) // HASH_BYTES, len(request.components)
+    if not 0 <= reply.pages <= asked or reply.why not in _REASONS or not 0 <= reply.held_s < float("inf"):
+        return False
+    if reply.held_s and request.hold is None:
+        return False
+    count = (asked if request.sparse else reply.pages) * components
+    if len(reply.slots) != 4 * count or not (
+        len(reply.offsets) == len(reply.generations) == len(reply.lengths) == len(reply.checksums) == 8 * count
+    ):
+        return False
+    if not in_one_pool(reply.slots, pools):
+        return False
+    if request.sparse:
+        return not reply.ends and not reply.covered
+    if len(reply.covered) != components or not all(0 <= pages <= asked for pages in reply.covered):
+        return False
+    if not any(want.rule for want in request.rules):
+        return not reply.ends
+    if len(reply.ends) % 4:
+        return False
+    ends = np.frombuffer(reply.ends, "<u4")
+    if not len(ends):
+        return reply.pages == 0
+    return bool(ends[0] > 0 and ends[-1] == reply.pages and (ends[1:] > ends[:-1]).all())
 
 
 class Locations(msgspec.Struct, frozen=True):

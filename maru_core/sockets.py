@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -17,7 +17,8 @@ import zmq
 
 from maru_core import protocol
 from maru_core.errors import ServerUnavailableError
-from maru_core.protocol import Error, Reply
+from maru_core.keys import ClientKeys
+from maru_core.protocol import Error, Reply, Stats
 
 Socket = zmq.Socket[bytes]
 
@@ -42,21 +43,31 @@ class NoAnswerError(Exception):
 
 
 class SocketPool:
-    """Sockets connected to one endpoint. After :meth:`shut` none is kept, and the last one to be closed ends the context."""
+    """Sockets connected to one endpoint, of several where :meth:`find` says which. After :meth:`shut` none is kept, and the
+    last one to be closed ends the context."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoints: Sequence[str], keys: ClientKeys | None = None) -> None:
         """
+        Args:
+            endpoints: at least one; the first is connected to until :meth:`find` finds a server at another.
+            keys: for a server that has keys.
         Raises:
-            zmq.ZMQError: the endpoint can never be connected to.
+            zmq.ZMQError: an endpoint can never be connected to.
         """
-        self._endpoint = endpoint
+        self._endpoints = tuple(endpoints)
+        self._at = 0
+        self._keys = keys
         self._context: zmq.Context[Socket] = zmq.Context()
         self._lock = threading.Lock()
         self._shut = False
         # Adding to and removing from these is atomic: taking a socket costs no lock.
         self._open: set[Socket] = set()
         self._free: collections.deque[Socket] = collections.deque()
+        #: Open sockets that are connected to where the server was before.
+        self._stale: set[Socket] = set()
         try:
+            for endpoint in self._endpoints[1:]:
+                self.discard(self.open(endpoint))
             self._free.append(self.open())
         except zmq.ZMQError:
             self._context.term()
@@ -68,12 +79,58 @@ class SocketPool:
         return len(self._open)
 
     @property
+    def several(self) -> bool:
+        return len(self._endpoints) > 1
+
+    @property
+    def endpoint(self) -> str:
+        """Where sockets are connected to."""
+        return self._endpoints[self._at]
+
+    @property
     def ended(self) -> bool:
         """Whether everything is closed, threads of the library included."""
         return self._context.closed
 
-    def open(self) -> Socket:
-        """A new socket.
+    def find(self, rid: int, deadline: float, given_up: Callable[[], bool] | None = None) -> None:
+        """Of several endpoints, connect to the one whose server is there from now on: all are asked at once, and one is taken
+        of those that answer first. The question is harmless wherever it arrives. With one endpoint there is nothing to find.
+
+        Args:
+            deadline, given_up: as :func:`exchange` has them.
+        Raises:
+            NoAnswerError: none answered.
+            ServerUnavailableError: as :meth:`open`.
+        """
+        if not self.several:
+            return
+        asked: list[Socket] = []
+        try:
+            for endpoint in self._endpoints:
+                asked.append(self.open(endpoint))
+                asked[-1].send(protocol.encode(Stats(rid)), _DONTWAIT)
+            while (left := deadline - time.monotonic()) > 0 and not (given_up is not None and given_up()):
+                wait_ms = min(int(left * 1000) + 1, GIVE_UP_LOOK_MS)
+                ready = [socket for socket, _ in zmq.zmq_poll([(socket, _POLLIN) for socket in asked], wait_ms)]
+                for at, socket in enumerate(asked):
+                    if socket in ready and (reply := read_reply(socket)) is not None and reply.rid == rid:
+                        self._go_to(at)
+                        return
+        except zmq.ZMQError:
+            pass
+        finally:
+            for socket in asked:
+                self.discard(socket)
+        raise NoAnswerError
+
+    def _go_to(self, at: int) -> None:
+        if at != self._at:
+            self._at = at
+            self._stale = set(self._open)
+            self.close_idle()
+
+    def open(self, endpoint: str | None = None) -> Socket:
+        """A new socket, connected to where the server was found.
 
         Raises:
             ServerUnavailableError: the process has no descriptors left, or the pool is shut.
@@ -82,7 +139,7 @@ class SocketPool:
             socket = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
             raise ServerUnavailableError(
-                f"no socket to the Maru server at {self._endpoint} ({error.strerror}): raise the limit of open files (ulimit -n)"
+                f"no socket to the Maru server at {self.endpoint} ({error.strerror}): raise the limit of open files (ulimit -n)"
             ) from error
         self._open.add(socket)
         try:
@@ -90,8 +147,11 @@ class SocketPool:
             socket.reconnect_ivl = RECONNECT_MS
             socket.maxmsgsize = protocol.MAX_MESSAGE_BYTES
             socket.tcp_keepalive = 1
-            socket.ipv6 = "[" in self._endpoint
-            socket.connect(self._endpoint)
+            endpoint = endpoint or self.endpoint
+            socket.ipv6 = "[" in endpoint
+            if self._keys is not None:
+                self._keys.apply(socket)
+            socket.connect(endpoint)
         except BaseException:
             self.discard(socket)
             raise
@@ -110,14 +170,15 @@ class SocketPool:
             self.discard(socket)
             return
         self._free.append(socket)
-        if self._shut:
-            # Whoever comes after shut() emptied the list empties it again.
+        if self._shut or socket in self._stale:
+            # Whoever comes after shut() emptied the list empties it again; so does who comes back from another place.
             self.close_idle()
 
     def discard(self, socket: Socket, linger_ms: int = 0) -> None:
         """Close a socket, and drop what it has not sent yet (after ``linger_ms`` milliseconds)."""
         socket.close(linger_ms)
         self._open.discard(socket)
+        self._stale.discard(socket)
         if self._shut and not self._open:
             self._end()
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -27,29 +26,37 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_core import embedded
-from maru_core.checksum import object_checksum
 from maru_core.errors import (
     ClosedError,
+    ConfigError,
     MaruError,
     PoolTooSmallError,
+    ServerError,
     ServerUnavailableError,
     SessionLostError,
 )
-from maru_core.locations import Locations, RecentMatches
-from maru_core.mover import CxlMover, Fragments
+from maru_core.finding import Found
+from maru_core.housekeeping import Housekeeping
+from maru_core.keys import ClientKeys
+from maru_core.locations import Locations
+from maru_core.mover import Buffers, CxlMover, Mover
 from maru_core.namespace import Namespace
-from maru_core.pool import PoolMemory, PoolView, parse_pool_uri
+from maru_core.pool import PoolMemory
 from maru_core.protocol import (
     HASH_BYTES,
     MAX_BATCH,
     NO_SLOT,
-    CommitStatus,
-    ReserveStatus,
+    ErrorCode,
+    Hold,
+    Want,
     Welcome,
 )
+from maru_core.reach import Reach, Reached, Reaching
+from maru_core.reading import Reading
 from maru_core.session import Session
 from maru_core.settings import Settings
 from maru_core.store_config import StoreConfig, StoreMetrics
+from maru_core.transfers import StoreLife, Transfers, hash_at
 
 __all__ = ["Store", "StoreConfig", "StoreMetrics"]
 
@@ -57,34 +64,23 @@ log = logging.getLogger("maru.store")
 
 T = TypeVar("T")
 BoolArray = npt.NDArray[np.bool_]
-U64Array = npt.NDArray[np.uint64]
-
-#: How long a put waits for another session that is writing the same page, or for room that is being made, seconds. Two
-#: servers that compute the same prompt at once meet here; what they wait for takes milliseconds.
-LATER_S = 0.25
-
-
-class _Life(msgspec.Struct, frozen=True):
-    """What holds for one epoch of the session: replaced as a whole when the server restarts, never changed."""
-
-    epoch: int
-    namespace: int
-    lease_s: float
-    memory: PoolMemory
-    view: PoolView
-    mover: CxlMover
 
 
 class Store:
     """See the module. Make one with :meth:`open`, end it with :meth:`close`.
 
-    ``_lock`` protects ``_life``, ``_closed`` and ``_in_flight``; ``metrics`` has a lock of its own. A life is immutable, so
+    ``_lock`` protects ``_life``, ``_retired``, ``_closed`` and ``_in_flight`` (calls, and readings that are not finished); ``metrics`` has a lock of its own. A life is immutable, so
     a call that runs on an older one keeps a mapping that stays valid until the call ends: memory is unmapped when the last
     user lets go of it.
     """
 
     def __init__(
-        self, config: StoreConfig, namespace: Namespace, session: Session, ensure: Callable[[], str] | None
+        self,
+        config: StoreConfig,
+        namespace: Namespace,
+        session: Session,
+        ensure: Callable[[], str] | None,
+        mover: Callable[[PoolMemory], Mover] | None = None,
     ) -> None:
         self.config = config
         self.namespace = namespace
@@ -92,28 +88,41 @@ class Store:
         self._record = namespace.record()
         self._session = session
         self._ensure_server = ensure
-        self._checksums = config.verify == "checksum"
+        make = mover or (lambda memory: CxlMover(memory, config.copy_threads))
+        self._reaching = Reaching(config, session, make, only_mapped=mover is not None)
+        self._retired: list[Mover] = []
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._metrics_lock = threading.Lock()
-        self._life: _Life | None = None
+        self._life: StoreLife | None = None
         self._in_flight = 0
         self._closed = False
-        self._recent = RecentMatches()
+        self._transfers = Transfers(
+            session,
+            self._count,
+            self._populate,
+            checksums=config.verify == "checksum",
+        )
         self._logged: dict[str, float] = {}
-        self._chores: queue.SimpleQueue[tuple[PoolMemory, int] | None] = queue.SimpleQueue()
-        self._populated: set[tuple[bytes, int]] = set()
-        self._keeper = threading.Thread(target=self._keep, name="maru-keeper", daemon=True)
-        self._keeper.start()
+        self._house = Housekeeping(self._revive)
 
     @classmethod
-    def open(cls, config: StoreConfig, namespace: Namespace, *, name: str, object_bytes: int = 0) -> Store:
+    def open(
+        cls,
+        config: StoreConfig,
+        namespace: Namespace,
+        *,
+        name: str,
+        object_bytes: int = 0,
+        mover: Callable[[PoolMemory], Mover] | None = None,
+    ) -> Store:
         """Find the server (starting the embedded one where none is named), map its pool, open the namespace.
 
         Args:
             name: what people see in the server's list of sessions.
             object_bytes: size of the largest object this process will store, bytes; checked against the pool.
+            mover: makes what copies to and from a pool that this process has mapped; None: a :class:`CxlMover`.
         Raises:
             ConfigError, PoolError, VersionMismatchError, ServerError: for what will not get better by waiting.
             A named server that is merely away does not raise: everything is a miss until it is there.
@@ -122,6 +131,12 @@ class Store:
         settings.warn_of_unknown(log)
         ensure = None
         endpoint = config.server or settings.server
+        keys = ClientKeys.find(settings, config.client_key, config.server_key)
+        if keys is not None and endpoint is None:
+            raise ConfigError(
+                f"the key of {keys.pair.name!r} is configured (client_key, MARU_CLIENT_KEY) and no server is: the embedded server needs "
+                "no keys; name the server that does (server, MARU_SERVER), or leave the keys out"
+            )
         if config.pool is None and settings.pool is not None:
             config = msgspec.structs.replace(config, pool=settings.pool)
         if endpoint is None:
@@ -133,14 +148,17 @@ class Store:
                 raise
             except ServerUnavailableError as error:
                 log.warning("Maru's embedded server is not there yet (%s): nothing is cached until it is", error)
-        session = Session(endpoint, name=name, timeout_s=config.timeout_ms / 1000)
-        store = cls(config, namespace, session, ensure)
+        session = Session(
+            endpoint, name=name, timeout_s=config.timeout_ms / 1000, report=lambda: store._report(), keys=keys
+        )
+        store = cls(config, namespace, session, ensure, mover)
         try:
             life = store._current()
-            if object_bytes > life.memory.geometry.extent_bytes:
+            extent_bytes = max(reach.geometry.extent_bytes for reach in life.pools.present())
+            if object_bytes > extent_bytes:
                 raise PoolTooSmallError(
-                    f"one object of this engine has {object_bytes} bytes and an extent of the pool {life.memory.uri} has "
-                    f"{life.memory.geometry.extent_bytes}: make the pool larger, or format it with a larger ?extent="
+                    f"one object of this engine has {object_bytes} bytes and an extent of the server's pool has "
+                    f"{extent_bytes}: make the pool larger, or format it with a larger ?extent="
                 )
         except ServerUnavailableError as error:
             log.warning("Maru's server at %s does not answer (%s): nothing is cached until it does", endpoint, error)
@@ -149,6 +167,15 @@ class Store:
             raise
         return store
 
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        """Tell of engine memory that pages will be moved to and from, before the first of them are. Needed for nothing; what is
+        not told is moved through a buffer of the store's own where the pool is on another machine.
+
+        Args:
+            device: number of the GPU whose memory it is, which must be told: see :meth:`maru_core.rdma.RdmaMover.register`.
+        """
+        self._reaching.register(address, nbytes, device)
+
     # ------------------------------------------------------------ calls
 
     def prefix(self, components: Sequence[str], shard: int, hashes: bytes) -> int:
@@ -156,7 +183,33 @@ class Store:
 
         The locations for ``shard`` of each component are remembered, so that the get that follows sends no message.
         """
-        return self._guarded(lambda life: self._prefix(life, list(components), shard, hashes), 0, "unavailable lookup")
+        return self.find(dict.fromkeys(components, Want()), shard, hashes).pages
+
+    def find(self, wants: Mapping[str, Want], shard: int, hashes: bytes, *, hold: Hold | None = None) -> Found:
+        """How far ``hashes``, a chain from its first page on, is there by the rule of each component.
+
+        Locations are remembered as :meth:`prefix` does, also of pages that no rule needs. With ``hold`` all ranks that ask the
+        same under one request id are told the same, and what they are told is kept from eviction until they have said
+        :meth:`unhold`, within the server's bounds; what is held may still be gone, and a get decides that.
+        """
+        nothing = Found.nothing(wants)
+        if not hashes or not wants:
+            return nothing
+        return self._guarded(
+            lambda life: self._transfers.find(life, wants, shard, hashes, hold),
+            nothing,
+            "unavailable lookup",
+            lambda kind: self._count(**{f"lookup_{kind}": len(hashes) // HASH_BYTES}),
+        )
+
+    def unhold(self, request: bytes) -> bool:
+        """This rank needs nothing more of what it found with the hold ``request``; True if the server knows it."""
+
+        def run(life: StoreLife) -> bool:
+            self._session.unhold(life.namespace, request, epoch=life.epoch)
+            return True
+
+        return self._guarded(run, False, "unhold")
 
     def present(self, component: str, shard: int, hashes: bytes) -> BoolArray:
         """For each hash, whether the page is there with all shards of ``component``."""
@@ -165,57 +218,114 @@ class Store:
         if not count:
             return nothing
         return self._guarded(
-            lambda life: self._locate(life, component, shard, hashes).slots != NO_SLOT, nothing, "unavailable lookup"
+            lambda life: self._transfers.locate(life, component, shard, hashes).slots != NO_SLOT,
+            nothing,
+            "unavailable lookup",
         )
 
-    def put(
-        self, component: str, shard: int, world: int, parent: bytes, hashes: bytes, fragments: Fragments
-    ) -> BoolArray:
-        """Store one object per hash, read from ``fragments``.
+    def put(self, component: str, shard: int, world: int, parent: bytes, hashes: bytes, buffers: Buffers) -> BoolArray:
+        """Store one object per hash, read from ``buffers``.
 
         Args:
             parent: hash of the page before the first one, or ``protocol.ROOT``.
             hashes: packed page hashes, ``n * 32`` bytes, consecutive pages of one chain.
-            fragments: where the ``n`` objects lie in this process.
+            buffers: where the ``n`` objects lie in this process.
         Returns:
             bool array of shape ``(n,)``: True only where the object is known to be stored.
         """
         count = len(hashes) // HASH_BYTES
         stored = np.zeros(count, bool)
 
-        def run(life: _Life) -> BoolArray:
+        def run(life: StoreLife) -> BoolArray:
             for start in range(0, count, MAX_BATCH):
                 stop = min(start + MAX_BATCH, count)
-                before = parent if start == 0 else _hash_at(hashes, start - 1)
-                part = fragments if (start, stop) == (0, count) else fragments.select(slice(start, stop))
+                before = parent if start == 0 else hash_at(hashes, start - 1)
+                part = buffers if (start, stop) == (0, count) else buffers.select(slice(start, stop))
                 chunk = hashes[start * HASH_BYTES : stop * HASH_BYTES]
-                stored[start:stop] = self._put(life, component, shard, world, before, chunk, part)
+                stored[start:stop] = self._transfers.put(life, component, shard, world, before, chunk, part)
             return stored
 
-        if not self._fits(count, hashes, fragments):
+        if not self._fits(count, hashes, buffers):
             return stored
         # What was stored before a failure stays stored: the array is filled as the answers come.
         return self._guarded(
             run, stored, "put", lambda kind: self._count(**{f"refused_{kind}": count - int(stored.sum())})
         )
 
-    def get(self, component: str, shard: int, hashes: bytes, fragments: Fragments) -> BoolArray:
-        """Load one object per hash into ``fragments``.
+    def get(self, component: str, shard: int, hashes: bytes, buffers: Buffers) -> BoolArray:
+        """Load one object per hash into ``buffers``.
 
         Returns:
-            bool array of shape ``(n,)``: True only where exactly ``fragments.nbytes`` bytes were copied and proven to be
+            bool array of shape ``(n,)``: True only where exactly ``buffers.nbytes`` bytes were copied and proven to be
             the object's. Where it is False the destination may hold anything.
         """
         count = len(hashes) // HASH_BYTES
         loaded = np.zeros(count, bool)
-        if not self._fits(count, hashes, fragments) or not count:
+        if not self._fits(count, hashes, buffers) or not count:
             return loaded
         return self._guarded(
-            lambda life: self._get(life, component, shard, hashes, fragments),
+            lambda life: self._transfers.get(life, component, shard, hashes, buffers),
             loaded,
             "get",
             lambda kind: self._count(**{f"miss_{kind}": count}),
         )
+
+    def read(self, component: str, shard: int, hashes: bytes, nbytes: int) -> Reading | None:
+        """Locate objects for a reader that copies them itself, in steps; see :class:`maru_core.reading.Reading`.
+
+        None where any of them is not there with exactly ``nbytes`` bytes: then there is nothing to finish.
+        """
+        count = len(hashes) // HASH_BYTES
+        if not count or len(hashes) % HASH_BYTES:
+            return None
+
+        def run(life: StoreLife) -> Reading | None:
+            where = self._transfers.read(life, component, shard, hashes, nbytes)
+            reach = None if where is None else life.pools.one(where.slots)
+            if where is None or reach is None:
+                return None
+            with self._lock:
+                self._in_flight += 1
+            return Reading(
+                hashes,
+                nbytes,
+                where,
+                reach.mover,
+                reach.memory,
+                lambda landed: self._finish_reading(life, where, hashes, nbytes, landed),
+            )
+
+        return self._guarded(run, None, "read", lambda kind: self._count(**{f"miss_{kind}": count}))
+
+    def _finish_reading(self, life: StoreLife, where: Locations, hashes: bytes, nbytes: int, landed: bool) -> bool:
+        try:
+            return not self._forked and self._transfers.finish(life, where, hashes, nbytes, landed=landed)
+        except Exception:
+            self._log("finish", "a reading could not be validated: a miss", exc_info=True)
+            return False
+        finally:
+            if not self._forked:
+                self._leave()
+
+    def changes(self) -> tuple[int, ...] | None:
+        """A value that is another one once anything has become findable in the pools that are reached or was removed from them. Costs
+        no message.
+
+        Read it before asking: what the answer says holds at least as long as the value stands. None where it is not known, as where one
+        of them is not mapped.
+        """
+        life = self._life
+        if life is None or life.epoch != self._session.epoch or self._closed or not self._session.connected:
+            return None
+        found: tuple[int, ...] = ()
+        try:
+            for reach in life.pools.present():
+                if reach.memory is None:
+                    return None
+                found += reach.memory.changes()
+        except MaruError:
+            return None
+        return found
 
     def touch(self, hashes: bytes) -> None:
         """Note that pages were used: one way, batched, never blocks."""
@@ -225,14 +335,14 @@ class Store:
 
     def delete(self, hashes: bytes) -> int:
         """Remove pages and what continues them; how many objects went, 0 on failure."""
-        self._recent.forget()
+        self._transfers.recent.forget()
         return self._guarded(lambda life: self._session.delete(life.namespace, hashes, epoch=life.epoch), 0, "delete")
 
     def clear(self) -> bool:
         """Remove every page of this namespace; True if the server did it."""
-        self._recent.forget()
+        self._transfers.recent.forget()
 
-        def run(life: _Life) -> bool:
+        def run(life: StoreLife) -> bool:
             self._session.clear(life.namespace, epoch=life.epoch)
             return True
 
@@ -260,11 +370,16 @@ class Store:
             deadline = time.monotonic() + timeout_s
             while self._in_flight and (left := deadline - time.monotonic()) > 0:
                 self._idle.wait(left)
-            self._life = None
-        self._chores.put(None)
-        self._session.close()
-        if self._keeper is not threading.current_thread():
-            self._keeper.join(timeout_s)
+        self._session.close()  # its last message carries what is counted here
+        with self._lock:
+            life, self._life = self._life, None
+            if life is not None:
+                self._retired += [reach.mover for reach in life.pools.present()]
+            retired: list[Mover] = []
+            if not self._in_flight:
+                retired, self._retired = self._retired, []
+        self._close_movers(retired)
+        self._house.stop(timeout_s)
 
     # ------------------------------------------------------------ inside
 
@@ -274,7 +389,7 @@ class Store:
         return os.getpid() != self._pid
 
     def _guarded(
-        self, run: Callable[[_Life], T], otherwise: T, what: str, failed: Callable[[str], None] | None = None
+        self, run: Callable[[StoreLife], T], otherwise: T, what: str, failed: Callable[[str], None] | None = None
     ) -> T:
         """Run one call on the present life; any failure is logged (once in a while) and answered with ``otherwise``.
 
@@ -297,13 +412,27 @@ class Store:
         except Exception:
             self._log(what, "%s failed by a fault of Maru", what, exc_info=True)
         finally:
-            with self._lock:
-                self._in_flight -= 1
-                if not self._in_flight:
-                    self._idle.notify_all()
+            self._leave()
         if failed is not None:
             failed(kind)
         return otherwise
+
+    def _leave(self) -> None:
+        """A call or a reading ends. Movers of pools that were left are closed when nobody can be using them."""
+        retired: list[Mover] = []
+        with self._lock:
+            self._in_flight -= 1
+            if not self._in_flight:
+                retired, self._retired = self._retired, []
+                self._idle.notify_all()
+        self._close_movers(retired)
+
+    def _close_movers(self, movers: Sequence[Mover]) -> None:
+        for mover in movers:
+            try:
+                mover.close()
+            except Exception:
+                self._log("mover", "a mover could not be closed", exc_info=True)
 
     def _log(self, key: str, message: str, *args: object, exc_info: bool = False) -> None:
         """A warning at most every ten seconds for each kind of failure: an engine's log is not ours to fill."""
@@ -312,20 +441,26 @@ class Store:
             self._logged[key] = now
             log.warning(message, *args, exc_info=exc_info)
 
+    def _report(self) -> tuple[int | None, dict[str, int]]:
+        """For the session's heartbeats: the namespace's number in the present life, and the counters."""
+        life = self._life
+        if life is None or life.epoch != self._session.epoch:
+            return None, {}
+        with self._metrics_lock:
+            return life.namespace, msgspec.structs.asdict(self.metrics)
+
     def _count(self, **figures: int) -> None:
         with self._metrics_lock:
             for name, value in figures.items():
                 setattr(self.metrics, name, getattr(self.metrics, name) + value)
 
-    def _fits(self, count: int, hashes: bytes, fragments: Fragments) -> bool:
-        if len(hashes) % HASH_BYTES or len(fragments.addresses) != count:
-            self._log(
-                "shape", "%d bytes of hashes do not go with %d objects: refused", len(hashes), len(fragments.addresses)
-            )
+    def _fits(self, count: int, hashes: bytes, buffers: Buffers) -> bool:
+        if len(hashes) % HASH_BYTES or len(buffers) != count:
+            self._log("shape", "%d bytes of hashes do not go with %d objects: refused", len(hashes), len(buffers))
             return False
         return True
 
-    def _current(self) -> _Life:
+    def _current(self) -> StoreLife:
         """The life of the session's present epoch, made if need be.
 
         Raises:
@@ -340,239 +475,42 @@ class Store:
         if self._session.welcome is not welcome:
             # The pool of one life under the epoch of the next: what is acknowledged there would lie here.
             raise SessionLostError("the server began another life at this moment: ask again")
-        memory = self._attach(welcome, life)
-        made = _Life(
+        reached = self._reaching.reach(welcome, epoch, life.pools if life is not None else None)
+        self._tell(welcome, epoch, reached)
+        made = StoreLife(
             epoch=epoch,
             namespace=self._session.open_namespace(self._record, epoch=epoch),
             lease_s=welcome.lease_s,
-            memory=memory,
-            view=PoolView(memory),
-            mover=CxlMover(memory, self.config.copy_threads),
+            pools=reached,
         )
         with self._lock:
+            present = self._life
+            # Another thread may have made the same life meanwhile; this one is counted in flight, so neither mover is closed yet.
             if self._closed:
+                self._retired += _without(reached, present)
                 raise ClosedError("the store was closed")
+            if present is not None:
+                self._retired += _without(present.pools, made)
             self._life = made
         return made
 
-    def _attach(self, welcome: Welcome, old: _Life | None) -> PoolMemory:
-        if old is not None and old.memory.geometry.pool_uuid == welcome.pool_uuid:
-            return old.memory
-        uri = parse_pool_uri(self.config.pool or welcome.pool_uri)
-        return PoolMemory.attach(uri, expected_uuid=welcome.pool_uuid)
-
-    def _prefix(self, life: _Life, components: list[str], shard: int, hashes: bytes) -> int:
-        count = len(hashes) // HASH_BYTES
-        pages = 0
-        for start in range(0, count, MAX_BATCH):
-            chunk = hashes[start * HASH_BYTES : (start + MAX_BATCH) * HASH_BYTES]
-            located = self._session.match(life.namespace, components, shard, chunk, epoch=life.epoch)
-            if located.pages:
-                known = chunk[: located.pages * HASH_BYTES]
-                for column, component in enumerate(components):
-                    where = Locations.of(located, located.pages, column)
-                    self._recent.remember(life.epoch, component, shard, known, where)
-            pages += located.pages
-            if located.pages * HASH_BYTES < len(chunk):
-                break
-        self._count(queried_pages=count, hit_pages=pages)
-        return pages
-
-    def _locate(self, life: _Life, component: str, shard: int, hashes: bytes) -> Locations:
-        count = len(hashes) // HASH_BYTES
-        parts = []
-        for start in range(0, count, MAX_BATCH):
-            chunk = hashes[start * HASH_BYTES : (start + MAX_BATCH) * HASH_BYTES]
-            located = self._session.match(life.namespace, [component], shard, chunk, sparse=True, epoch=life.epoch)
-            parts.append(Locations.of(located, len(chunk) // HASH_BYTES))
-        return Locations.joined(parts)
-
-    # ------------------------------------------------------------ get
-
-    def _get(self, life: _Life, component: str, shard: int, hashes: bytes, fragments: Fragments) -> BoolArray:
-        recalled = self._recent.recall(life.epoch, component, shard, hashes)
-        where = recalled if recalled is not None else self._locate(life, component, shard, hashes)
-        loaded = self._read(life, where, fragments)
-        if recalled is not None and not loaded.all():
-            # What was remembered has changed since: ask once for those pages.
-            again = np.flatnonzero(~loaded)
-            wanted = b"".join(_hash_at(hashes, int(i)) for i in again)
-            where = self._locate(life, component, shard, wanted)
-            loaded[again] = self._read(life, where, fragments.select(again))
-            missing = self._missing(life, where, fragments.nbytes, loaded[again])
-        else:
-            missing = self._missing(life, where, fragments.nbytes, loaded)
-        count = int(loaded.sum())
-        self._count(loaded_pages=count, loaded_bytes=count * fragments.nbytes, **missing)
-        if count == len(loaded):
-            self._session.touch(life.namespace, hashes, epoch=life.epoch)
-        elif count:
-            self._session.touch(
-                life.namespace, b"".join(_hash_at(hashes, int(i)) for i in np.flatnonzero(loaded)), epoch=life.epoch
-            )
-        return loaded
-
-    def _read(self, life: _Life, where: Locations, fragments: Fragments) -> BoolArray:
-        """Copy, then validate. The order is the whole point: a generation that still holds after the copy proves that the
-        slot belonged to the object all the while."""
-        wanted: BoolArray = (where.slots != NO_SLOT) & (where.lengths == fragments.nbytes)
-        if not wanted.any():
-            return wanted
-        if wanted.all():
-            chosen, target = where, fragments
-        else:
-            index = np.flatnonzero(wanted)
-            chosen = where[index]
-            target = fragments.select(index)
-        self._populate(life, chosen.slots)
-        life.mover.load(chosen.offsets, target)
-        good = life.view.valid_each(chosen.slots, chosen.generations)
-        if self._checksums:
-            good &= _checksums(target) == chosen.checksums
-        wanted[wanted] = good
-        return wanted
-
-    def _missing(self, life: _Life, where: Locations, nbytes: int, loaded: BoolArray) -> dict[str, int]:
-        """Why pages were not loaded. Counted after the fact, so that the way of a hit stays short."""
-        if loaded.all():
-            return {}
-        lost = ~loaded
-        absent = where.slots == NO_SLOT
-        length = ~absent & (where.lengths != nbytes)
-        rest = lost & ~absent & ~length
-        stale = np.zeros(len(lost), bool)
-        stale[rest] = ~life.view.valid_each(where.slots[rest], where.generations[rest])
-        return {
-            "miss_not_stored": int(absent.sum()),
-            "miss_length": int(length.sum()),
-            "miss_evicted": int(stale.sum()),
-            "miss_checksum": int((rest & ~stale).sum()),
-        }
-
-    # ------------------------------------------------------------ put
-
-    def _put(
-        self, life: _Life, component: str, shard: int, world: int, parent: bytes, hashes: bytes, fragments: Fragments
-    ) -> BoolArray:
-        count = len(hashes) // HASH_BYTES
-        stored = np.zeros(count, bool)
-        first, last = 0, count  # the span still to be stored
-        deadline = time.monotonic() + LATER_S
-        pause = 0.002
-        while True:
-            before = parent if first == 0 else _hash_at(hashes, first - 1)
-            chunk = hashes[first * HASH_BYTES : last * HASH_BYTES]
-            part = fragments if last - first == count else fragments.select(slice(first, last))
-            status = self._put_once(life, component, shard, world, before, chunk, part, stored[first:last])
-            later = np.flatnonzero((status == ReserveStatus.BUSY) | (status == ReserveStatus.NO_ROOM))
-            if not len(later):
-                break
-            if time.monotonic() >= deadline:
-                self._count(
-                    refused_busy=int((status == ReserveStatus.BUSY).sum()),
-                    refused_no_room=int((status == ReserveStatus.NO_ROOM).sum()),
-                )
-                break
-            # Another session is writing these very pages and is about to commit, or to die; or room is being made.
-            time.sleep(pause)
-            pause = min(pause * 2, 0.05)
-            first, last = first + int(later[0]), first + int(later[-1]) + 1
-        return stored
-
-    def _put_once(
-        self,
-        life: _Life,
-        component: str,
-        shard: int,
-        world: int,
-        parent: bytes,
-        hashes: bytes,
-        fragments: Fragments,
-        stored: BoolArray,
-    ) -> npt.NDArray[np.uint8]:
-        """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status for each page."""
-        asked = time.monotonic()
-        reserved = self._session.reserve(
-            life.namespace, component, shard, world, parent, hashes, fragments.nbytes, epoch=life.epoch
-        )
-        status = np.frombuffer(reserved.status, np.uint8)
-        if len(status) != len(stored):
-            raise MaruError(f"the server answered for {len(status)} of {len(stored)} pages")
-        exists = status == ReserveStatus.EXISTS
-        fresh = ~stored & exists
-        stored[exists] = True
-        mine = np.flatnonzero(status == ReserveStatus.RESERVED)
-        self._count(
-            existing_pages=int(fresh.sum()),
-            refused_conflict=int((status == ReserveStatus.CONFLICT).sum()),
-        )
-        if not len(mine):
-            return status
-        slots = np.frombuffer(reserved.slots, "<u4")
-        offsets = np.frombuffer(reserved.offsets, "<u8")
-        generations = np.frombuffer(reserved.generations, "<u8")
-        part = fragments
-        if len(mine) != len(status):
-            slots, offsets, generations = slots[mine], offsets[mine], generations[mine]
-            part = fragments.select(mine)
-        packed = slots.tobytes(), generations.tobytes()
+    def _tell(self, welcome: Welcome, epoch: int, reached: Reached) -> None:
+        """Say how the pools are reached. A server that does not know the message has one pool, and needs not be told."""
         try:
-            if life.epoch != self._session.epoch or time.monotonic() - asked > life.lease_s / 2:
-                # The slots may already be someone else's, or be about to: do not write into them.
-                raise ServerUnavailableError("the reservation grew old before the copy began")
-            self._populate(life, slots)
-            life.mover.store(offsets, part)
-            sums = _checksums(part).tobytes() if self._checksums else b""
-        except BaseException:
-            self._release(life, *packed)
-            raise
-        done = self._commit(life, packed, sums, len(mine))
-        stored[mine[done]] = True
-        good = int(done.sum())
-        self._count(stored_pages=good, stored_bytes=good * fragments.nbytes, refused_lost=len(mine) - good)
-        return status
-
-    def _commit(self, life: _Life, packed: tuple[bytes, bytes], sums: bytes, count: int) -> BoolArray:
-        """An answer that is missing is no answer: the session repeats the commit later, but here it counts as not stored."""
-        committed = self._session.commit(*packed, sums, epoch=life.epoch)
-        status = np.frombuffer(committed.status, np.uint8)
-        if len(status) != count:
-            raise MaruError(f"the server answered for {len(status)} of {count} commits")
-        return np.asarray(status == CommitStatus.COMMITTED)
-
-    def _release(self, life: _Life, slots: bytes, generations: bytes) -> None:
-        try:
-            self._session.release(slots, generations, epoch=life.epoch)
-        except MaruError as error:
-            log.debug("reservations were not given back (%s): they return with the session", error)
+            self._session.reaches(reached.ways, epoch=epoch)
+        except ServerError as error:
+            if welcome.pools or error.code != ErrorCode.INVALID:
+                raise
+            log.debug("the server was not told how its pool is reached: %s", error)
 
     # ------------------------------------------------------------ background
 
-    def _populate(self, life: _Life, slots: npt.NDArray[np.uint32]) -> None:
-        """Have the page tables of extents that come into use filled in the background, not by the copy's page faults."""
-        for extent in set((slots[:: max(1, len(slots) // 16)] // life.memory.geometry.slots_per_extent).tolist()):
-            key = (life.memory.geometry.pool_uuid, extent)
-            if key not in self._populated:
-                self._populated.add(key)
-                self._chores.put((life.memory, extent))
-
-    def _keep(self) -> None:
-        """The keeper thread: fills page tables, and brings an embedded server back if it is gone."""
-        while True:
-            try:
-                chore = self._chores.get(timeout=1.0)
-            except queue.Empty:
-                self._revive()
-                continue
-            if chore is None:
-                return
-            memory, extent = chore
-            try:
-                memory.populate(extent)
-            except Exception:
-                log.debug("extent %d was not populated", extent, exc_info=True)
+    def _populate(self, reach: Reach, slots: npt.NDArray[np.uint32]) -> None:
+        if reach.memory is not None:
+            self._house.populate(reach.memory, reach.own(slots))
 
     def _revive(self) -> None:
+        """Bring an embedded server back if it is gone."""
         if self._ensure_server is None or self._closed or self._session.connected:
             return
         try:
@@ -585,11 +523,7 @@ class Store:
             self._log("revive", "the embedded server could not be looked after", exc_info=True)
 
 
-def _hash_at(hashes: bytes, index: int) -> bytes:
-    return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
-
-
-def _checksums(fragments: Fragments) -> U64Array:
-    """The checksum of every object, shape ``(n,)``."""
-    rows = fragments.addresses
-    return np.fromiter((object_checksum(row, fragments.sizes) for row in rows), np.uint64, len(rows))
+def _without(pools: Reached, life: StoreLife | None) -> list[Mover]:
+    """The movers of these that the life does not use."""
+    used = [] if life is None else [reach.mover for reach in life.pools.present()]
+    return [reach.mover for reach in pools.present() if not any(reach.mover is mover for mover in used)]

@@ -1,9 +1,10 @@
-/* The lookup of a match: hashes to rows to locations, in one pass.
+/* The lookup of a match: hashes to rows, rules to a length, rows to locations.
  *
- * Optional: maru_server.lookup does the same with numpy where this was not built, and for matches of several components.
- * One pass matters less when everything is in the cache (half the time) than when it is not: a server that wakes up
+ * Optional: maru_server.lookup does the same with numpy where this was not built.
+ * It matters less when everything is in the cache (half the time) than when it is not: a server that wakes up
  * for one message has cold caches, and a dozen numpy calls each bring their own code and data (measured with the caches
- * emptied in between, 128 pages: 25 against 62 microseconds at best).
+ * emptied in between, 128 pages: 25 against 62 microseconds at best). Each pass asks for memory that the next ones need
+ * at independent places, so that the misses overlap.
  *
  * Reads only, and only with the GIL held: the arrays are the server's own and nobody else writes them meanwhile.
  * Limited API of Python 3.11: one build serves every later Python.
@@ -11,147 +12,311 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdint.h>
-#include <string.h>
+#include "_index.h"
 
-#define HASH_BYTES 32
+#define BATCH 256
 #define NO_SLOT 0xFFFFFFFFu
 
-/* What a column is, in the order of the arguments. */
-enum { SLOTS, REPLICAS, HAVE, WORLD, LENGTHS, OFFSETS, GENERATIONS, RECORDS, COLUMNS };
-static const size_t item_bytes[COLUMNS] = {4, 4, 2, 2, 8, 8, 8, 8};
-static const char *const column_names[COLUMNS] = {"slots",   "replicas", "have",        "world",
-                                                  "lengths", "offsets",  "generations", "records"};
+/* As maru_core.protocol.Rule. */
+enum { ALL_PAGES, TRAILING_PAGES, BLOCK_GROUPS };
+/* Of a prefix; of each page for itself, if it is whole in all components; of each object for itself. */
+enum { PREFIX, PAGES, OBJECTS };
 
-/* The row of a hash in the dict, -1 where it is not known, -2 with an exception. */
-static long long row_of(PyObject *rows, const char *hash) {
-    PyObject *key = PyBytes_FromStringAndSize(hash, HASH_BYTES), *value;
-    long long row;
-    if (key == NULL)
-        return -2;
-    value = PyDict_GetItemWithError(rows, key);
-    Py_DECREF(key);
-    if (value == NULL)
-        return PyErr_Occurred() ? -2 : -1;
-    row = PyLong_AsLongLong(value);
-    return row < 0 ? -2 : row;
+/* A numpy array, with how many items of which size it has. */
+typedef struct {
+    Py_buffer buffer;
+    size_t count;
+    int is_open;
+} Column;
+
+/* What a match looks at in one component. */
+enum { SLOTS, REPLICAS, HAVE, WORLD, LENGTHS, COLUMNS };
+static const size_t item_bytes[COLUMNS] = {4, 4, 2, 2, 8};
+static const char *const column_names[COLUMNS] = {"slots", "replicas", "have", "world", "lengths"};
+
+typedef struct {
+    Column columns[COLUMNS];
+    int known;     /* 0: no page has this component */
+    size_t rows;   /* that all columns have */
+    Py_ssize_t rule, pages, group, covered;
+    uint32_t *held; /* slot + 1 of each page that is whole, 0 where it is not */
+} Component;
+
+static int open_column(Column *column, PyObject *array, size_t item, const char *name) {
+    if (PyObject_GetBuffer(array, &column->buffer, PyBUF_SIMPLE) < 0)
+        return -1;
+    column->is_open = 1;
+    column->count = (size_t)column->buffer.len / item;
+    if ((size_t)column->buffer.len % item) {
+        PyErr_Format(PyExc_ValueError, "match: %s has %zd bytes", name, column->buffer.len);
+        return -1;
+    }
+    return 0;
 }
 
-static PyObject *locate(PyObject *module, PyObject *args) {
-    PyObject *rows, *objects[COLUMNS], *out[5] = {NULL}, *result = NULL;
-    Py_buffer columns[COLUMNS];
-    const char *hashes;
-    Py_ssize_t hash_bytes, word, words;
-    int sparse, opened = 0;
-    size_t counts[COLUMNS];
+static void close_column(Column *column) {
+    if (column->is_open)
+        PyBuffer_Release(&column->buffer);
+    column->is_open = 0;
+}
+
+/* (slots or None, replicas, have, world, lengths), or None where no page has the component. */
+static int open_component(Component *component, PyObject *arrays, PyObject *rule) {
+    if (rule != Py_None) {
+        if (!PyArg_ParseTuple(rule, "nnn", &component->rule, &component->pages, &component->group))
+            return -1;
+        if (component->rule < ALL_PAGES || component->rule > BLOCK_GROUPS ||
+            (component->rule != ALL_PAGES && component->pages < 1) ||
+            (component->rule == BLOCK_GROUPS && (component->group < 1 || component->group > component->pages))) {
+            PyErr_Format(PyExc_ValueError, "match: rule %zd of %zd and %zd pages", component->rule, component->pages,
+                         component->group);
+            return -1;
+        }
+    }
+    if (arrays == Py_None)
+        return 0;
+    if (!PyTuple_Check(arrays) || PyTuple_Size(arrays) != COLUMNS) {
+        PyErr_SetString(PyExc_TypeError, "match: a component is a tuple of 5 columns, or None");
+        return -1;
+    }
+    component->known = 1;
+    component->rows = SIZE_MAX;
+    for (int i = 0; i < COLUMNS; i++) {
+        PyObject *array = PyTuple_GetItem(arrays, i);
+        if (i == SLOTS && array == Py_None)
+            continue;
+        if (open_column(&component->columns[i], array, item_bytes[i], column_names[i]) < 0)
+            return -1;
+        if (component->columns[i].count < component->rows)
+            component->rows = component->columns[i].count;
+    }
+    return 0;
+}
+
+/* Rows of the hashes, -1 where unknown; up to the first of those for a prefix. How many, or -1 with an exception. */
+static Py_ssize_t find_rows(const MaruIndex *index, const char *hashes, Py_ssize_t asked, int mode, int64_t *rows) {
+    uint32_t tags[BATCH];
+    for (Py_ssize_t at = 0; at < asked; at++) {
+        if (at % BATCH == 0)
+            maru_tags(index, hashes + at * HASH_BYTES, (size_t)(asked - at < BATCH ? asked - at : BATCH), tags);
+        rows[at] = maru_find(index, tags[at % BATCH], hashes + at * HASH_BYTES);
+        if (rows[at] == -2) {
+            PyErr_SetString(PyExc_ValueError, "match: a row outside the column of hashes");
+            return -1;
+        }
+        if (rows[at] < 0 && mode == PREFIX)
+            return at;
+    }
+    return asked;
+}
+
+/* Which pages of a component are whole, and where the object lies that a reader of this shard wants. */
+static int find_held(Component *component, const int64_t *rows, Py_ssize_t count) {
+    const Column *columns = component->columns;
+    const uint32_t *slots = columns[SLOTS].buffer.buf, *replicas = columns[REPLICAS].buffer.buf;
+    const uint16_t *have = columns[HAVE].buffer.buf, *world = columns[WORLD].buffer.buf;
+    if (!component->known) {
+        memset(component->held, 0, (size_t)count * sizeof *component->held);
+        return 0;
+    }
+    for (Py_ssize_t at = 0; at < count; at++) {
+        const int64_t row = rows[at];
+        component->held[at] = 0;
+        if (row < 0)
+            continue;
+        if ((size_t)row >= component->rows) {
+            PyErr_Format(PyExc_ValueError, "match: row %lld is outside its columns", (long long)row);
+            return -1;
+        }
+        /* Whole: every shard is committed. Where ranks hold replicas all want the one that there is. */
+        if (have[row] && have[row] == world[row])
+            component->held[at] = world[row] == 1 ? replicas[row] : columns[SLOTS].is_open ? slots[row] : 0;
+    }
+    return 0;
+}
+
+/* How far a component reaches by its own rule; where a prefix does not meet it, legal[length - 1] becomes 0. */
+static Py_ssize_t reach(const Component *component, Py_ssize_t count, unsigned char *legal) {
+    const uint32_t *held = component->held;
+    const Py_ssize_t pages = component->pages, group = component->group;
+    Py_ssize_t covered = 0, run = 0;
+    switch (component->rule) {
+    case ALL_PAGES:
+        while (covered < count && held[covered])
+            covered++;
+        memset(legal + covered, 0, (size_t)(count - covered));
+        break;
+    case TRAILING_PAGES:
+        for (Py_ssize_t at = 0; at < count; at++) {
+            run = held[at] ? run + 1 : 0;
+            if (run >= (pages < at + 1 ? pages : at + 1))
+                covered = at + 1;
+            else
+                legal[at] = 0;
+        }
+        break;
+    default:
+        for (; pages <= count - covered; covered += pages) {
+            for (run = 0; run < group && held[covered + pages - 1 - run]; run++)
+                ;
+            if (run < group)
+                break;
+        }
+    }
+    return covered;
+}
+
+static PyObject *match(PyObject *module, PyObject *args) {
+    PyObject *table_object, *keys_object, *offsets_object, *generations_object, *records_object, *arrays, *rules;
+    PyObject *out[6] = {NULL}, *covered = NULL, *result = NULL;
+    Column table = {0}, keys = {0}, offsets = {0}, generations = {0}, records = {0};
+    const char *hashes, *key;
+    Py_ssize_t hash_bytes, key_bytes, word, words, opened = 0;
+    int mode, by_rules = 0;
+    Component *components = NULL;
+    int64_t *rows = NULL;
+    uint32_t *held = NULL;
+    unsigned char *legal = NULL;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Oy#pnnOOOOOOOO", &rows, &hashes, &hash_bytes, &sparse, &word, &words, &objects[SLOTS],
-                          &objects[REPLICAS], &objects[HAVE], &objects[WORLD], &objects[LENGTHS], &objects[OFFSETS], &objects[GENERATIONS],
-                          &objects[RECORDS]))
+    if (!PyArg_ParseTuple(args, "OOy#y#innOOOOO", &table_object, &keys_object, &key, &key_bytes, &hashes, &hash_bytes, &mode,
+                          &word, &words, &offsets_object, &generations_object, &records_object, &arrays, &rules))
         return NULL;
-    if (!PyDict_Check(rows) || hash_bytes % HASH_BYTES || word < 0 || words <= word) {
-        PyErr_SetString(PyExc_ValueError, "locate: rows is no dict, or hashes or words do not fit");
+    if (hash_bytes % HASH_BYTES || word < 0 || words <= word || mode < PREFIX || mode > OBJECTS ||
+        !PyTuple_Check(arrays) || PyTuple_Size(arrays) < 1 || PyTuple_Size(arrays) > 4096 || !PyTuple_Check(rules) ||
+        (PyTuple_Size(rules) && PyTuple_Size(rules) != PyTuple_Size(arrays))) {
+        PyErr_SetString(PyExc_ValueError, "match: hashes, words, mode, components or rules do not fit");
         return NULL;
     }
-    for (; opened < COLUMNS; opened++) {
-        if (PyObject_GetBuffer(objects[opened], &columns[opened], PyBUF_SIMPLE) < 0)
-            goto done;
-        counts[opened] = (size_t)columns[opened].len / item_bytes[opened];
-        if ((size_t)columns[opened].len % item_bytes[opened]) {
-            PyErr_Format(PyExc_ValueError, "locate: %s has %zd bytes", column_names[opened], columns[opened].len);
+    const Py_ssize_t asked = hash_bytes / HASH_BYTES, component_count = PyTuple_Size(arrays);
+    if (open_column(&table, table_object, 8, "table") < 0 || open_column(&keys, keys_object, HASH_BYTES, "keys") < 0 ||
+        open_column(&offsets, offsets_object, 8, "offsets") < 0 ||
+        open_column(&generations, generations_object, 8, "generations") < 0 ||
+        open_column(&records, records_object, 8, "records") < 0)
+        goto done;
+    MaruIndex index = {table.buffer.buf, table.count - 1, keys.buffer.buf, keys.count, {0}};
+    if (!table.count || (table.count & index.mask) || key_bytes != sizeof index.key) {
+        PyErr_SetString(PyExc_ValueError, "match: the table is not a power of two of u64, or the key does not fit");
+        goto done;
+    }
+    memcpy(index.key, key, sizeof index.key);
+    /* Never of no bytes: asked may be 0. */
+    components = PyMem_Calloc((size_t)component_count, sizeof *components);
+    rows = PyMem_Malloc((size_t)(asked + 1) * sizeof *rows);
+    held = PyMem_Malloc((size_t)(asked * component_count + 1) * sizeof *held);
+    legal = PyMem_Malloc((size_t)asked + 1);
+    if (components == NULL || rows == NULL || held == NULL || legal == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (; opened < component_count; opened++) {
+        Component *component = &components[opened];
+        component->held = held + opened * asked;
+        if (open_component(component, PyTuple_GetItem(arrays, opened),
+                           PyTuple_Size(rules) ? PyTuple_GetItem(rules, opened) : Py_None) < 0) {
             opened++;
             goto done;
         }
+        by_rules |= component->rule != ALL_PAGES;
     }
-    {
-        const Py_ssize_t asked = hash_bytes / HASH_BYTES;
-        const uint32_t *slots = columns[SLOTS].buf, *replicas = columns[REPLICAS].buf;
-        const uint16_t *have = columns[HAVE].buf, *world = columns[WORLD].buf;
-        const uint64_t *lengths = columns[LENGTHS].buf, *offsets = columns[OFFSETS].buf,
-                       *generations = columns[GENERATIONS].buf, *records = columns[RECORDS].buf;
-        uint32_t *slot_out;
-        uint64_t *offset_out, *generation_out, *length_out, *checksum_out;
-        Py_ssize_t pages = 0, at = 0;
 
-        for (int i = 0; i < 5; i++)
-            if ((out[i] = PyBytes_FromStringAndSize(NULL, asked * (i ? 8 : 4))) == NULL)
-                goto done;
-        /* Bytes objects that nobody else has seen yet may be written. */
-        slot_out = (uint32_t *)PyBytes_AsString(out[0]);
-        offset_out = (uint64_t *)PyBytes_AsString(out[1]);
-        generation_out = (uint64_t *)PyBytes_AsString(out[2]);
-        length_out = (uint64_t *)PyBytes_AsString(out[3]);
-        checksum_out = (uint64_t *)PyBytes_AsString(out[4]);
-        for (; at < asked; at++) {
-            const long long row = row_of(rows, hashes + at * HASH_BYTES);
-            uint32_t slot = NO_SLOT;
-            if (row == -2) {
-                if (!PyErr_Occurred())
-                    PyErr_SetString(PyExc_ValueError, "locate: a row below zero");
-                goto done;
-            }
-            if (row >= 0) {
-                if ((size_t)row >= counts[SLOTS] || (size_t)row >= counts[REPLICAS] || (size_t)row >= counts[HAVE] ||
-                    (size_t)row >= counts[WORLD] || (size_t)row >= counts[LENGTHS]) {
-                    PyErr_Format(PyExc_ValueError, "locate: row %lld is outside its columns", row);
-                    goto done;
-                }
-                /* Slot + 1, so that 0 is "nothing there". Where ranks hold replicas all want the one that there is. */
-                const uint32_t held = world[row] == 1 ? replicas[row] : slots[row];
-                /* Whole: every shard is committed. */
-                if (have[row] && have[row] == world[row] && held)
-                    slot = held - 1;
-            }
-            if (slot == NO_SLOT) {
-                if (!sparse)
-                    break;
-                slot_out[at] = NO_SLOT;
-                offset_out[at] = generation_out[at] = length_out[at] = checksum_out[at] = 0;
+    const Py_ssize_t count = find_rows(&index, hashes, asked, mode, rows);
+    if (count < 0)
+        goto done;
+    memset(legal, 1, (size_t)count);
+    for (Py_ssize_t i = 0; i < component_count; i++) {
+        if (find_held(&components[i], rows, count) < 0)
+            goto done;
+        if (mode == PREFIX)
+            components[i].covered = reach(&components[i], count, legal);
+        else if (mode == PAGES)
+            for (Py_ssize_t at = 0; at < count; at++)
+                legal[at] &= components[i].held[at] != 0;
+    }
+
+    /* The length of the prefix, or how many pages are whole; and of how many the answer has elements. */
+    Py_ssize_t pages = 0, elements = count, end_count = 0;
+    for (Py_ssize_t at = 0; at < count; at++)
+        if (legal[at]) {
+            pages = mode == PREFIX ? at + 1 : pages + 1;
+            end_count++;
+        }
+    if (mode == PREFIX)
+        elements = pages;
+    for (int i = 0; i < 5; i++)
+        if ((out[i] = PyBytes_FromStringAndSize(NULL, elements * component_count * (i ? 8 : 4))) == NULL)
+            goto done;
+    if ((out[5] = PyBytes_FromStringAndSize(NULL, mode == PREFIX && by_rules ? end_count * 4 : 0)) == NULL)
+        goto done;
+    /* Bytes objects that nobody else has seen yet may be written. */
+    uint32_t *slot_out = (uint32_t *)PyBytes_AsString(out[0]), *end_out = (uint32_t *)PyBytes_AsString(out[5]);
+    uint64_t *offset_out = (uint64_t *)PyBytes_AsString(out[1]), *generation_out = (uint64_t *)PyBytes_AsString(out[2]),
+             *length_out = (uint64_t *)PyBytes_AsString(out[3]), *checksum_out = (uint64_t *)PyBytes_AsString(out[4]);
+    const uint64_t *offset = offsets.buffer.buf, *generation = generations.buffer.buf, *record = records.buffer.buf;
+    if (mode == PREFIX && by_rules)
+        for (Py_ssize_t at = 0; at < count; at++)
+            if (legal[at])
+                *end_out++ = (uint32_t)(at + 1);
+    for (Py_ssize_t i = 0; i < component_count; i++) {
+        const uint64_t *lengths = components[i].columns[LENGTHS].buffer.buf;
+        for (Py_ssize_t at = 0; at < elements; at++) {
+            const uint32_t one_more = components[i].held[at];
+            if (!one_more || (mode == PAGES && !legal[at])) {
+                *slot_out++ = NO_SLOT;
+                *offset_out++ = *generation_out++ = *length_out++ = *checksum_out++ = 0;
                 continue;
             }
-            if (slot >= counts[OFFSETS] || slot >= counts[GENERATIONS] ||
-                (size_t)slot >= counts[RECORDS] / (size_t)words) {
-                PyErr_Format(PyExc_ValueError, "locate: slot %u is outside the pool", slot);
+            const size_t slot = one_more - 1u;
+            if (slot >= offsets.count || slot >= generations.count || slot >= records.count / (size_t)words) {
+                PyErr_Format(PyExc_ValueError, "match: slot %zu is outside the pool", slot);
                 goto done;
             }
-            slot_out[at] = slot;
-            offset_out[at] = offsets[slot];
-            generation_out[at] = generations[slot];
-            length_out[at] = lengths[row];
-            checksum_out[at] = records[(size_t)slot * (size_t)words + (size_t)word];
-            pages++;
+            *slot_out++ = (uint32_t)slot;
+            *offset_out++ = offset[slot];
+            *generation_out++ = generation[slot];
+            *length_out++ = lengths[rows[at]];
+            *checksum_out++ = record[slot * (size_t)words + (size_t)word];
         }
-        if (at < asked) {
-            /* A prefix that ends early: shorter bytes. */
-            for (int i = 0; i < 5; i++) {
-                PyObject *shorter = PyBytes_FromStringAndSize(PyBytes_AsString(out[i]), at * (i ? 8 : 4));
-                if (shorter == NULL)
-                    goto done;
-                Py_DECREF(out[i]);
-                out[i] = shorter;
-            }
-        }
-        result = Py_BuildValue("nOOOOO", pages, out[0], out[1], out[2], out[3], out[4]);
     }
+    if ((covered = PyTuple_New(mode == PREFIX ? component_count : 0)) == NULL)
+        goto done;
+    for (Py_ssize_t i = 0; mode == PREFIX && i < component_count; i++) {
+        PyObject *reached = PyLong_FromSsize_t(components[i].covered);
+        if (reached == NULL || PyTuple_SetItem(covered, i, reached) < 0)
+            goto done;
+    }
+    result = Py_BuildValue("nOOOOOOO", mode == OBJECTS ? asked : pages, out[0], out[1], out[2], out[3], out[4], out[5], covered);
 done:
-    for (int i = 0; i < 5; i++)
+    Py_XDECREF(covered);
+    for (int i = 0; i < 6; i++)
         Py_XDECREF(out[i]);
     while (opened-- > 0)
-        PyBuffer_Release(&columns[opened]);
+        for (int i = 0; i < COLUMNS; i++)
+            close_column(&components[opened].columns[i]);
+    PyMem_Free(components);
+    PyMem_Free(rows);
+    PyMem_Free(held);
+    PyMem_Free(legal);
+    close_column(&records);
+    close_column(&generations);
+    close_column(&offsets);
+    close_column(&keys);
+    close_column(&table);
     return result;
 }
 
 static PyMethodDef methods[] = {
-    {"locate", locate, METH_VARARGS,
-     "locate(rows, hashes, sparse, word, words, slots, replicas, have, world, lengths, offsets, generations, records)\n"
-     "-> (pages, slots, offsets, generations, lengths, checksums)\n\n"
-     "Look the packed hashes up in the dict of rows and gather where each whole page lies. Stops at the first page that\n"
-     "is not whole, unless sparse. The checksum is 64-bit word `word` of a slot's record of `words` words."},
+    {"match", match, METH_VARARGS,
+     "match(table, keys, key, hashes, mode, word, words, offsets, generations, records, components, rules)\n"
+     "-> (pages, slots, offsets, generations, lengths, checksums, ends, covered)\n\n"
+     "Look the packed hashes up in a tree's index and gather where each page lies. `components` has a tuple (slots or\n"
+     "None, replicas, have, world, lengths) for each, or None; `rules` a tuple (rule, pages, group) or None for each, or nothing.\n"
+     "`mode` is 0 for the longest prefix that meets the rules, 1 for each page that is whole in all components, 2 for each object.\n"
+     "The checksum is 64-bit word `word` of a slot's record of `words` words."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "maru_server._native", "The lookup of a match, in one pass.", 0, methods,
+    PyModuleDef_HEAD_INIT, "maru_server._native", "The lookup of a match.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

@@ -1,18 +1,27 @@
 import numpy as np
 import numpy.typing as npt
 
-def locate(
-    rows: dict[bytes, int],
+def match(
+    table: npt.NDArray[np.uint64],
+    keys: npt.NDArray[np.uint64],
+    key: bytes,
     hashes: bytes,
-    sparse: bool,
+    mode: int,
     word: int,
     words: int,
-    slots: npt.NDArray[np.uint32],
-    replicas: npt.NDArray[np.uint32],
-    have: npt.NDArray[np.uint16],
-    world: npt.NDArray[np.uint16],
-    lengths: npt.NDArray[np.uint64],
     offsets: npt.NDArray[np.uint64],
     generations: npt.NDArray[np.uint64],
     records: npt.NDArray[np.uint64],
-) -> tuple[int, bytes, bytes, bytes, bytes, bytes]: ...
+    components: tuple[
+        tuple[
+            npt.NDArray[np.uint32] | None,
+            npt.NDArray[np.uint32],
+            npt.NDArray[np.uint16],
+            npt.NDArray[np.uint16],
+            npt.NDArray[np.uint64],
+        ]
+        | None,
+        ...,
+    ],
+    rules: tuple[tuple[int, int, int] | None, ...],
+) -> tuple[int, bytes, bytes, bytes, bytes, bytes, bytes, tuple[int, ...]]: ...

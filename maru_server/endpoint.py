@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import os
 import socket as stdlib_socket
 import stat
+import time
 from pathlib import Path
 from typing import Final
 
 import zmq
 
 from maru_core.errors import ConfigError
+from maru_core.keys import is_loopback
 
 #: Linux's limit for the path of a Unix socket (108 with the closing NUL).
 SOCKET_PATH_MAX: Final = 107
@@ -23,8 +24,12 @@ _SOCKET_UMASK: Final = 0o177
 _EXAMPLES: Final = "give ipc:///path/to/socket or tcp://127.0.0.1:5757"
 
 
-def check_endpoint(bind: str, *, insecure: bool) -> None:
+def check_endpoint(bind: str, *, insecure: bool, keys: bool = False) -> None:
     """Refuse what cannot be bound, and what would let other machines in without being asked to.
+
+    Args:
+        insecure: the operator wants to be reached by whoever can.
+        keys: only clients whose keys are listed can connect.
 
     Raises:
         ConfigError: with the value and the cure.
@@ -42,23 +47,15 @@ def check_endpoint(bind: str, *, insecure: bool) -> None:
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         if not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)):
             raise ConfigError(f"--bind is {bind!r}: {_EXAMPLES}")
-        if not insecure and not _is_loopback(host):
+        if not insecure and not keys and not is_loopback(host):
             raise ConfigError(
                 f"--bind is {bind!r}, which other machines can reach, and there are no keys: whoever connects can read and "
-                "delete what is cached. Bind to tcp://127.0.0.1 or ipc://, or give --insecure if the network is yours alone"
+                "delete what is cached. Make keys (maru-server keygen --out DIR, then the same with --name for each client) and "
+                "give --keys DIR/server.key --clients DIR/clients.toml; or bind to tcp://127.0.0.1 or ipc://; or give --insecure "
+                "if the network is yours alone"
             )
     else:
         raise ConfigError(f"--bind is {bind!r}: {_EXAMPLES}")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        # A wildcard, an interface, or a name that may resolve to anything.
-        return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,12 +78,30 @@ class Bound:
                     self.path.unlink()
 
 
-def bind(router: zmq.Socket[bytes], endpoint: str) -> Bound:
+class _BusyError(ConfigError):
+    """Somebody else is there now."""
+
+
+def bind(router: zmq.Socket[bytes], endpoint: str, patience_s: float = 0.0) -> Bound:
     """Bind a checked endpoint.
 
+    Args:
+        patience_s: for how long it is tried again where another holds it, seconds. A server that is killed lets go of its pool,
+            and of its socket a moment later.
     Raises:
         ConfigError: it cannot be bound; the message says why and what to do.
     """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _bind(router, endpoint)
+        except _BusyError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _bind(router: zmq.Socket[bytes], endpoint: str) -> Bound:
     try:
         if endpoint.startswith("ipc://"):
             path = Path(endpoint.removeprefix("ipc://"))
@@ -100,7 +115,7 @@ def bind(router: zmq.Socket[bytes], endpoint: str) -> Bound:
         router.ipv6 = "[" in endpoint
         router.bind(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(
+        raise _BusyError(
             f"--bind is {endpoint!r} and cannot be bound ({error.strerror}): is another server there? Give another endpoint"
         ) from error
     return Bound(router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
@@ -120,7 +135,7 @@ def _clear_way(path: Path) -> None:
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(f"--bind is ipc://{path}: there is something there that is not a socket, give another path")
     if _answers(path):
-        raise ConfigError(f"--bind is ipc://{path}: another server listens there, stop it or give another path")
+        raise _BusyError(f"--bind is ipc://{path}: another server listens there, stop it or give another path")
     path.unlink(missing_ok=True)
 
 

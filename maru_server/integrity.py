@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
 from maru_core.pool.format import COMMITTED, FREE, RECORD_BYTES, RESERVED
 from maru_server.directory import PoolDirectory
-from maru_server.eviction import LruLeaves
+from maru_server.eviction import Evictor
 from maru_server.sessions import Reservations, Sessions
 from maru_server.slabs import Slabs
+from maru_server.tenants import Tenants
 from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree
 
 
@@ -20,7 +22,8 @@ def check(
     trees: Mapping[int, PrefixTree],
     reservations: Reservations,
     sessions: Sessions,
-    leaves: LruLeaves,
+    leaves: Evictor,
+    tenants: Tenants,
 ) -> None:
     """Compare all of them with each other.
 
@@ -41,6 +44,15 @@ def check(
         for slot, (component, shard, row) in tree.check().items():
             assert slot not in on_pages, "one slot in two trees"
             on_pages[slot] = (tree, component, shard, row)
+    slots_of: dict[int, list[int]] = {}
+    for slot, (tree, *_) in on_pages.items():
+        slots_of.setdefault(tree.number, []).append(slot)
+    away: dict[str, list[int]] = {}
+    for slot, reservation in reserved.items():
+        if reservation.tenant is not None:
+            assert reservation.page is None
+            away.setdefault(reservation.tenant, []).append(slot)
+    tenants.check(trees, slots_of, away.items())
     free = set(free_slots.tolist())
     assert len(free) == len(free_slots), "a slot is free twice"
     live = {slot for slot, reservation in reserved.items() if reservation.page is not None}
@@ -69,7 +81,7 @@ def check(
         table = tree.tables[component]
         above = int(tree.parent[row])
         assert above != UNKNOWN_ROW, "a page of unknown parent"
-        parent = bytes(RECORD_BYTES // 4) if above == ROOT_ROW else tree.keys[above]
+        parent = bytes(RECORD_BYTES // 4) if above == ROOT_ROW else tree.key(above)
         assert (
             record["namespace"],
             record["component"],
@@ -84,6 +96,14 @@ def check(
             shard,
             table.world[row],
             table.length[row],
-            tree.keys[row],
+            tree.key(row),
             parent,
         ), f"the record of slot {slot}"
+
+
+def check_guards(trees: Mapping[int, PrefixTree], *owners: Mapping[tuple[int, int], int]) -> None:
+    """Every guard belongs to a pin or a hold. ``owners`` say how many each has on a (namespace, row)."""
+    owned: Counter[tuple[int, int]] = Counter()
+    for guards in owners:
+        owned.update(guards)
+    assert owned == {(n, row): count for n, tree in trees.items() for row, count in tree.guards.items()}, "guards"

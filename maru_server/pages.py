@@ -9,32 +9,32 @@ may write into it any more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from maru_core.pool.format import COMMITTED, RESERVED
-from maru_core.protocol import HASH_BYTES, NO_SLOT, ROOT, CommitStatus, ReserveStatus
+from maru_core.pool.format import COMMITTED
+from maru_core.protocol import HASH_BYTES, NO_SLOT, ROOT, CommitStatus, MissReason, ReserveStatus
 from maru_server.directory import OWNER_WORD, U64, PoolDirectory, Slots
-from maru_server.eviction import LruLeaves
+from maru_server.events import Events
+from maru_server.eviction import DEFAULT_POLICY, Evictor
+from maru_server.ghosts import REASON_BITS, REASON_MASK, Ghosts
+from maru_server.limits import Limits
+from maru_server.pins import Pins
+from maru_server.room import Room
 from maru_server.sessions import Page, Reservation, Reservations, Session
 from maru_server.slabs import Slabs
-from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, Rows, chain_rows
+from maru_server.tenants import Tenants
+from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, Rows
 
 #: Stands for "not known" among rows; differs from every row and from ROOT_ROW and UNKNOWN_ROW.
 _ABSENT: Final = -3
-#: Most pages evicted between two looks at how much room there is.
-_STEP: Final = 64
-#: Most pages that go to empty one extent of another slot size.
-_RECLAIM_PAGES: Final = 4096
-#: Most extents of other slot sizes that one request empties.
-_RECLAIM_EXTENTS: Final = 16
-
 _ONE: Final = np.uint32(1)
-_NOTHING: Final = np.empty(0, np.int64)
+_NO_SLOTS: Final = np.empty(0, np.uint32)
 
 
 class Grant(NamedTuple):
@@ -61,20 +61,33 @@ class Pages:
         trees: dict[int, PrefixTree],
         reservations: Reservations,
         incomplete_grace_ns: int,
+        *,
+        policy: str = DEFAULT_POLICY,
+        quotas: Mapping[str, float] = MappingProxyType({}),
+        pin_bytes: int = 0,
     ) -> None:
         self.directory = directory
         self.slabs = slabs
         self.trees = trees
         self.reservations = reservations
-        self.leaves = LruLeaves(trees, incomplete_grace_ns)
+        self.leaves = Evictor(trees, incomplete_grace_ns, policy)
+        self.tenants = Tenants(directory, quotas)
+        self.pins = Pins(directory, trees, self.tenants, self.leaves.offer, pin_bytes)
         self.counts: Counter[str] = Counter()
+        #: What became of pages that are gone.
+        self.ghosts = Ghosts(directory.geometry.slot_count)
+        #: Who is to know which pages come and go.
+        self.events: Events | None = None
         #: What is still to be done for requests that were answered; see :meth:`finish`.
         self._later: list[Callable[[], None]] = []
         #: More memory is on its way: a reserve that finds none says "no room" instead of evicting.
         self.may_grow = False
+        self.limits = Limits()
+        self.room = Room(self)
         for tree in trees.values():
-            for row in np.flatnonzero(tree.child[: tree.size] < 0).tolist():
-                self.leaves.offer(tree, row)
+            rows = tree.used_rows()
+            self.tenants.used[tree.tenant] += self.tenants.bytes_of(tree.slots_of(rows))
+            self.offer(tree, rows[tree.child[rows] < 0].tolist())
 
     def finish(self) -> None:
         """Do what was put off. A reserve and a commit are answered when the pool says what it must say; the books are brought
@@ -102,33 +115,44 @@ class Pages:
     ) -> Grant:
         """A slot for each object that is neither there nor on its way. ``keys`` are distinct, without ``parent``."""
         count = len(keys)
-        above = ROOT_ROW if parent == ROOT else tree.rows.get(parent, _ABSENT)
+        above = ROOT_ROW if parent == ROOT else int(tree.find(parent, _ABSENT)[0])
         status = np.zeros(count, np.uint8)
         loose: list[int] = []
-        if tree.rows.keys().isdisjoint(keys):
-            known = _NOTHING
-            rows = np.full(count, _ABSENT, np.int64)
+        rows = tree.find(hashes, _ABSENT)
+        known = np.flatnonzero(rows != _ABSENT)
+        if not len(known):
             wanted = np.arange(count)
         else:
-            rows = chain_rows(tree, keys, _ABSENT)
-            known = np.flatnonzero(rows != _ABSENT)
             loose = self._judge(tree, above, rows, known, status, component, shard, world, nbytes)
+            tree.used(rows[status == ReserveStatus.EXISTS], now_ns)
             tree.last_use[rows[known]] = now_ns
             wanted = np.flatnonzero(status == ReserveStatus.RESERVED)
 
         slot_bytes = self.slabs.slot_bytes(nbytes)
         pinned = None
-        if self.reservations.full():
-            slots = np.empty(0, np.uint32)
+        most = self.limits.room(session, len(wanted), slot_bytes)
+        if most < len(wanted):
+            self.counts["over_share"] += len(wanted) - most
+        limited = len(wanted) if self.reservations.full() else len(wanted) - most
+        quota = self.tenants.room(tree.tenant, slot_bytes)
+        over = quota is not None and quota < most
+        if self.reservations.full() or not most:
+            slots = _NO_SLOTS
         else:
-            if self.slabs.available(slot_bytes) < len(wanted) and not self.may_grow:
+            if over or (self.slabs.available(slot_bytes) < most and not self.may_grow):
                 # What this very batch builds on must not be evicted to make room for it.
                 pinned = rows[known] if above < 0 else np.append(rows[known], above)
                 tree.pending[pinned] += _ONE
-                self._make_room(slot_bytes, len(wanted), now_ns)
-            slots = self.slabs.allocate(slot_bytes, len(wanted))
+                if over:
+                    quota = self.room.make_in_quota(tree.tenant, slot_bytes, most, now_ns)
+                    most = min(most, quota)
+                if most and self.slabs.available(slot_bytes) < most and not self.may_grow:
+                    self.room.make(slot_bytes, most, now_ns)
+            slots = self.slabs.allocate(slot_bytes, most) if most else _NO_SLOTS
         given = wanted[: len(slots)]
         status[wanted[len(slots) :]] = ReserveStatus.NO_ROOM
+        if over and quota is not None:
+            status[wanted[max(quota, len(slots)) :]] = ReserveStatus.QUOTA
         packed = self._nothing(count)
         if len(given):
             granted = self.directory.claim(slots)
@@ -155,12 +179,15 @@ class Pages:
                     length=nbytes,
                     hashes=own,
                     parents=parents,
-                    owner=session.number,
+                    owner=session.owner,
                     now_ns=now_ns,
                 )
                 tree.hold(component, shard, mine, slots, world, nbytes)
+                self.tenants.taken(tree.tenant, len(slots), slot_bytes)
+                if not self.ghosts.empty:
+                    self._back_again(tree, mine, own)
                 reservation = self.reservations.add(
-                    session, slots, granted, Page(tree, component, shard, mine), time, deadline
+                    session, slots, granted, Page(tree, component, shard, mine), time, deadline, slot_bytes
                 )
                 reservation.remember_blobs()
 
@@ -169,10 +196,38 @@ class Pages:
                 self.finish()
         if pinned is not None:
             tree.pending[pinned] -= _ONE
-            self._offer(tree, tree.prune(pinned.tolist()))
-        self.counts["reserved"] += len(given)
-        self.counts["no_room"] += len(wanted) - len(given)
-        return Grant(status.tobytes(), *packed)
+            self.offer(tree, tree.prune(pinned.tolist()))
+        told = status.tobytes()
+        self._count_reserve(tree, told, len(wanted), len(given), limited)
+        return Grant(told, *packed)
+
+    def _count_reserve(self, tree: PrefixTree, status: bytes, wanted: int, given: int, limited: int) -> None:
+        """``wanted`` objects had to have a slot, ``given`` got one; ``limited`` could not, whatever room there was."""
+        self.counts["reserved"] += given
+        tree.counts["reserved"] += given
+        if wanted < len(status):
+            tree.counts["refused_busy"] += status.count(ReserveStatus.BUSY)
+            tree.counts["refused_conflict"] += status.count(ReserveStatus.CONFLICT)
+        if given < wanted:
+            over = status.count(ReserveStatus.QUOTA)
+            limited = min(limited, wanted - given - over)
+            self.counts["no_room"] += wanted - given - over
+            tree.counts["refused_no_room"] += wanted - given - over - limited
+            tree.counts["refused_limit"] += limited
+            if over:
+                self.counts["over_quota"] += over
+                tree.counts["refused_quota"] += over
+
+    def _back_again(self, tree: PrefixTree, rows: Rows, hashes: U64) -> None:
+        """Pages that were gone are stored again: one that was evicted was worth more than it seemed."""
+        packed = hashes.tobytes()
+        notes = self.ghosts.notes(tree.number, packed)
+        if not notes.any():
+            return
+        self.ghosts.forget(tree.number, packed)
+        evicted = notes & REASON_MASK == MissReason.EVICTED
+        before = (np.int64(1) << (notes[evicted] >> REASON_BITS).astype(np.int64)) >> 1
+        tree.uses[rows[evicted]] = np.minimum(before + 1, 255)
 
     @staticmethod
     def _nothing(count: int) -> tuple[bytes, bytes, bytes]:
@@ -300,7 +355,7 @@ class Pages:
         directory = self.directory
         stored = directory.states[slots] == COMMITTED
         stored &= directory.generations[slots] == generations
-        stored &= directory.words[slots, OWNER_WORD] == session.number
+        stored &= directory.words[slots, OWNER_WORD] == session.owner
         self.counts["lost"] += int(len(slots) - stored.sum())
         return np.where(stored, CommitStatus.COMMITTED, CommitStatus.LOST).astype(np.uint8).tobytes()
 
@@ -339,8 +394,11 @@ class Pages:
         self.reservations.settle(reservation, slots)
         tree = page.tree
         tree.publish(page.component, rows, now_ns)
+        if self.events is not None:
+            self.events.published(tree, rows)
         self.counts["committed"] += len(rows)
-        self._offer(tree, rows[tree.child[rows] < 0].tolist())
+        tree.counts["committed"] += len(rows)
+        self.offer(tree, rows[tree.child[rows] < 0].tolist())
 
     # ------------------------------------------------------------ reservations that end
 
@@ -355,7 +413,7 @@ class Pages:
         page = reservation.page
         index = self.reservations.open(reservation)
         self._detach(reservation, page, index, time, deadline)
-        self._offer(page.tree, page.tree.prune(page.rows[index][::-1].tolist()))
+        self.offer(page.tree, page.tree.prune(page.rows[index][::-1].tolist()))
 
     def _detach(
         self, reservation: Reservation, page: Page, index: npt.NDArray[np.intp], time: float, deadline: float
@@ -363,9 +421,11 @@ class Pages:
         """Take some slots of a live reservation off their pages, whose rows stay."""
         page.tree.let_go(page.component, page.shard, page.rows[index])
         slots, generations = reservation.slots[index], reservation.generations[index]
-        session = reservation.session
+        tenant, session = page.tree.tenant, reservation.session
+        self.tenants.returned(tenant, slots)
+        self.tenants.kept_away(tenant, slots)
         self.reservations.settle(reservation, slots)
-        self.reservations.add(session, slots, generations, None, time, deadline)
+        self.reservations.add(session, slots, generations, None, time, deadline, reservation.slot_bytes, tenant)
         self.counts["quarantined"] += len(slots)
 
     def _take_back(self, reservation: Reservation, slots: Slots, index: npt.NDArray[np.intp] | None = None) -> None:
@@ -374,14 +434,17 @@ class Pages:
         if page is not None:
             assert index is not None
             page.tree.let_go(page.component, page.shard, page.rows[index])
-            self._offer(page.tree, page.tree.prune(page.rows[index][::-1].tolist()))
+            self.tenants.returned(page.tree.tenant, slots)
+            self.offer(page.tree, page.tree.prune(page.rows[index][::-1].tolist()))
+        elif reservation.tenant is not None:
+            self.tenants.let_in(reservation.tenant, slots)
         self._free(slots)
 
     def _free(self, slots: Slots) -> None:
         self.directory.free(slots)
         self.slabs.release(slots)
 
-    def _offer(self, tree: PrefixTree, rows: Iterable[int]) -> None:
+    def offer(self, tree: PrefixTree, rows: Iterable[int]) -> None:
         for row in rows:
             self.leaves.offer(tree, row)
 
@@ -389,10 +452,12 @@ class Pages:
 
     def delete(self, tree: PrefixTree, keys: list[bytes], time: float, deadline: float) -> int:
         """Remove pages and all that continue them; says how many objects went."""
-        rows = [row for row in map(tree.rows.get, keys) if row is not None]
-        order = tree.below(rows)
-        self._detach_writers(tree, np.array(order, np.int64), time, deadline)
-        removed = self._remove(tree, order)
+        rows = tree.find(b"".join(keys), _ABSENT)
+        order = tree.below(rows[rows != _ABSENT])
+        self._detach_writers(tree, order, time, deadline)
+        tree.counts["removed_pages"] += len(order)
+        removed = self.remove(tree, order, MissReason.REMOVED)
+        self.pins.removed(tree)
         self.counts["deleted"] += removed
         return removed
 
@@ -402,10 +467,18 @@ class Pages:
             page = reservation.page
             if page is not None and page.tree is tree:
                 self._detach(reservation, page, self.reservations.open(reservation), time, deadline)
+        if self.events is not None:
+            self.events.clearing(tree)
+        rows = tree.used_rows()
+        self.ghosts.add(tree.number, tree.index.hashes[rows].tobytes(), MissReason.REMOVED)
+        tree.counts["removed_pages"] += len(rows)
         slots = tree.strip_all()
+        self.tenants.returned(tree.tenant, slots)
         self._free(slots)
-        self.leaves.forget(tree.number)
-        self.trees[tree.number] = PrefixTree(tree.number)
+        self.leaves.forget(tree)
+        fresh = self.trees[tree.number] = PrefixTree(tree.number, tenant=tree.tenant)
+        fresh.counts = tree.counts
+        self.pins.removed(tree)
         self.counts["deleted"] += len(slots)
         return len(slots)
 
@@ -423,78 +496,34 @@ class Pages:
                     index = np.sort(self.reservations.index(reservation, slots[numbers == number]))
                     self._detach(reservation, reservation.page, index, time, deadline)
 
-    def _remove(self, tree: PrefixTree, order: list[int]) -> int:
-        """Remove rows, children before parents, with all their objects; returns how many objects."""
-        exposed = [tree.remove(row) for row in order]
-        slots = tree.strip(np.array(order, np.int64))
+    def remove(self, tree: PrefixTree, order: Rows, why: MissReason) -> int:
+        """Remove rows, children before parents and none without those, with all their objects; returns how many objects."""
+        if not len(order):
+            return 0
+        self._remember(tree, tree.index.hashes[order].tobytes(), tree.uses[order], why)
+        if self.events is not None:
+            self.events.removing(tree, order)
+        exposed = tree.remove_all(order)
+        slots = tree.strip(order)
+        self.tenants.returned(tree.tenant, slots)
         self._free(slots)
-        self._offer(tree, tree.prune(row for row in exposed if row >= 0))
+        self.offer(tree, tree.prune(exposed))
         return len(slots)
 
-    # ------------------------------------------------------------ eviction
+    def _remember(self, tree: PrefixTree, hashes: bytes, uses: npt.NDArray[np.uint8], why: MissReason) -> None:
+        """What became of pages that go now."""
+        levels = np.frexp(uses.astype(np.float32))[1]  # as bit_length
+        self.ghosts.add(tree.number, hashes, (levels << REASON_BITS | int(why)).astype(np.uint8))
 
-    def evict(self, pages: int, short: Callable[[], int], now_ns: int) -> int:
-        """Evict up to ``pages`` leaves while ``short()`` slots are wanting; says how many pages went."""
-        evicted = 0
-        while evicted < pages and (wanting := short()) > 0:
-            # A page frees all its objects: taking as many pages as slots are wanting would take too many.
-            known = sum(map(len, self.trees.values()))
-            objects = max(1, self.slabs.used_slots() // max(1, known))
-            step = self._evict(max(1, min(_STEP, pages - evicted, wanting // objects)), now_ns)
-            if not step:
-                break
-            evicted += step
-        return evicted
-
-    def _evict(self, pages: int, now_ns: int) -> int:
-        victims: dict[int, list[int]] = {}
-        count = 0
-        while count < pages:
-            victim = self.leaves.next(now_ns)
-            if victim is None:
-                break
-            tree, row = victim
-            victims.setdefault(tree.number, []).append(row)
-            self._offer(tree, tree.prune([parent] if (parent := tree.remove(row)) >= 0 else []))
-            count += 1
-        for number, rows in victims.items():
-            slots = self.trees[number].strip(np.array(rows, np.int64))
-            self._free(slots)
-            self.counts["evicted_objects"] += len(slots)
-        self.counts["evicted_pages"] += count
-        return count
-
-    def _make_room(self, slot_bytes: int, count: int, now_ns: int) -> None:
-        """Try to have ``count`` free slots, with work in proportion to ``count``."""
-
-        def short() -> int:
-            return count - self.slabs.available(slot_bytes)
-
-        if self.slabs.used(slot_bytes):
-            self.evict(2 * count + _STEP, short, now_ns)
-        # Old pages of other sizes may leave no whole extent free, however many go: empty one extent after another.
-        for _ in range(_RECLAIM_EXTENTS):
-            if short() <= 0 or not self._reclaim(slot_bytes):
-                break
-
-    def _reclaim(self, slot_bytes: int) -> bool:
-        """Empty an extent of another slot size, one with few objects; False if none can be."""
-        for slots in self.slabs.fewest_used(but=slot_bytes):
-            states = self.directory.states[slots]
-            if (states == RESERVED).any():
-                continue
-            records = self.directory.records[slots[states == COMMITTED]]
-            orders = {}
-            for number in np.unique(records["namespace"]).tolist():
-                tree = self.trees[number]
-                keys = records["page_hash"][records["namespace"] == number].tolist()
-                orders[number] = tree.below(map(tree.rows.__getitem__, keys))
-            if sum(map(len, orders.values())) > _RECLAIM_PAGES or any(
-                self.trees[number].pending[order].any() for number, order in orders.items()
-            ):
-                continue
-            for number, order in orders.items():
-                self.counts["evicted_pages"] += len(order)
-                self.counts["evicted_objects"] += self._remove(self.trees[number], order)
-            return True
-        return False
+    def evicted(self, tree: PrefixTree, rows: list[int], why: str) -> None:
+        """These rows were unlinked: forget the pages and take their slots. ``why`` is how it is counted."""
+        at = np.array(rows, np.int64)
+        self._remember(tree, tree.index.hashes[at].tobytes(), tree.uses[at], MissReason.EVICTED)
+        tree.index.remove(at)
+        slots = tree.strip(at)
+        self.tenants.returned(tree.tenant, slots)
+        self._free(slots)
+        self.counts["evicted_objects"] += len(slots)
+        self.counts["evicted_pages"] += len(rows)
+        tree.counts["evicted_pages"] += len(rows)
+        tree.counts["evicted_" + why] += len(rows)

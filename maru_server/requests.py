@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from maru_core.protocol import (
     HASH_BYTES,
     MAX_BATCH,
+    MAX_LOCATED,
     PROTOCOL_VERSION,
     ROOT,
     Commit,
@@ -16,14 +19,26 @@ from maru_core.protocol import (
     Hello,
     Match,
     Release,
+    Reply,
     Reserve,
+    Rule,
+    Validate,
 )
+from maru_server.calls import Deferred
 from maru_server.directory import COMPONENT_NAME_MAX
 from maru_server.lookup import split
+from maru_server.sessions import Session
+
+#: What does one kind of request: the message, its session, the server's own time and the caller's, both in seconds. It
+#: checks first, and raises :class:`RefusedError` before it has changed anything.
+Handler: TypeAlias = Callable[[Any, Session, float, float], Reply | Deferred | None]
 
 #: Most shards that a page may have.
 MAX_WORLD: Final = 4096
 _NAME_MAX: Final = 256  # characters of a client's name, host, boot id, ...
+_REQUEST_MAX: Final = 64  # bytes of the request id of a hold
+_WINDOW_MAX: Final = 1 << 31  # pages of a rule
+_RULES: Final = frozenset(int(rule) for rule in Rule)
 
 
 class RefusedError(Exception):
@@ -77,8 +92,42 @@ def check_match(message: Match, most_components: int) -> None:
         raise _invalid(f"shard is {message.shard}: give 0 to {MAX_WORLD - 1}")
     if not 0 < len(message.components) <= most_components:
         raise _invalid(f"{len(message.components)} components: give 1 to {most_components}")
+    if (located := len(message.hashes) // HASH_BYTES * len(message.components)) > MAX_LOCATED:
+        raise _invalid(f"{located} objects (pages times components) in one match: ask for at most {MAX_LOCATED}")
     for name in message.components:
         check_component(name)
+    if message.rules:
+        _check_rules(message)
+    if message.hold is not None:
+        hold = message.hold
+        check_request(hold.request)
+        if message.sparse:
+            raise _invalid("sparse with a hold: a hold keeps a prefix, ask without sparse")
+        if not 1 <= hold.ranks <= MAX_WORLD:
+            raise _invalid(f"a hold for {hold.ranks} ranks: give 1 to {MAX_WORLD}")
+        if not (hold.seconds > 0 and math.isfinite(hold.seconds)):
+            raise _invalid(f"a hold for {hold.seconds} s: give more than 0")
+
+
+def _check_rules(message: Match) -> None:
+    if message.sparse:
+        raise _invalid("sparse with rules: rules are for a prefix, ask without sparse")
+    if len(message.rules) != len(message.components):
+        raise _invalid(f"{len(message.rules)} rules for {len(message.components)} components: give one each or none")
+    for want, name in zip(message.rules, message.components, strict=True):
+        if want.rule not in _RULES:
+            raise _invalid(f"rule {want.rule} of component {name!r} is not known: give one of {sorted(_RULES)}")
+        if want.rule != Rule.ALL_PAGES and not 1 <= want.pages <= _WINDOW_MAX:
+            raise _invalid(f"rule {want.rule} of component {name!r} has {want.pages} pages: give 1 to {_WINDOW_MAX}")
+        if want.rule == Rule.BLOCK_GROUPS and not 1 <= want.group <= want.pages:
+            raise _invalid(
+                f"the groups of component {name!r} have {want.group} of {want.pages} pages: give 1 to {want.pages}"
+            )
+
+
+def check_request(request: bytes) -> None:
+    if not 1 <= len(request) <= _REQUEST_MAX:
+        raise _invalid(f"the request id of a hold has {len(request)} bytes: give 1 to {_REQUEST_MAX}")
 
 
 def check_reserve(message: Reserve, keys: list[bytes], extent_bytes: int) -> None:
@@ -104,7 +153,7 @@ def check_reserve(message: Reserve, keys: list[bytes], extent_bytes: int) -> Non
     check_component(message.component)
 
 
-def check_slots(message: Commit | Release, slot_count: int) -> None:
+def check_slots(message: Commit | Release | Validate, slot_count: int) -> None:
     slots, generations = message.slots, message.generations
     count = len(slots) // 4
     if len(slots) % 4 or len(generations) != 8 * count or count > MAX_BATCH:

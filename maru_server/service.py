@@ -1,30 +1,41 @@
 """The ZeroMQ loop around the state: the server's sockets, clock and threads, and none of its decisions.
 
-One thread receives, lets the state handle, and replies; it also ticks the state by time. A second one provisions extents
-(which zeroes memory and may take tens of milliseconds each) ahead of the state's need. No bytes that a peer sends can end
+One thread receives, lets the state handle, and replies; it also ticks the state by time. A second one
+(:mod:`maru_server.provisioner`) gives extents their memory ahead of the state's need. No bytes that a peer sends can end
 the loop: what is not a message is answered with an error, and a fault of the server is logged and answered with one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import zmq
 
 from maru_core import protocol
-from maru_core.errors import ConfigError, PoolError
+from maru_core.errors import ConfigError
 from maru_core.pool import PoolMemory
 from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Reply, Request
+from maru_server.calls import Calls, Deferred, Worker
+from maru_server.election import OVERTAKEN, Election, FileLock
 from maru_server.endpoint import Bound, bind, check_endpoint
+from maru_server.media import Keeper, Media
+from maru_server.metrics import Figures, Meter
+from maru_server.pools import Pools
+from maru_server.repeats import Repeats
+from maru_server.sessions import LOCAL, Peer
 from maru_server.state import ServerState
+from maru_server.trust import Trust
 
 log = logging.getLogger("maru.server")
+
+T = TypeVar("T")
 
 # Plain numbers: the library's own are enums, whose arithmetic costs as much as a message.
 _DONTWAIT: Final = int(zmq.DONTWAIT)
@@ -38,56 +49,69 @@ _ALARM_ID: Final = b"maru-alarm"
 #: Messages after which the library is made to look for room in its queues of replies (it does so by itself when it waits).
 _ROOM_EVERY: Final = 64
 
-#: Extents that are ready before the first client is served.
-FIRST_EXTENTS: Final = 2
 #: Longest time between two ticks of the state, seconds; also between two looks for messages of an idle server.
 TICK_IDLE_S: Final = 0.5
 #: The same while messages come: background eviction keeps pace with the stores.
 TICK_BUSY_S: Final = 0.05
-#: Pause before memory that could not be had is asked for again, seconds.
-PROVISION_RETRY_S: Final = 5.0
-#: A fault that repeats is logged with its traceback at most this often, seconds.
-FAULT_LOG_S: Final = 10.0
+#: Messages that may wait on one connection, in each direction.
+QUEUE: Final = 32
+#: How long an endpoint is waited for that a server on its way out still holds, seconds.
+BIND_PATIENCE_S: Final = 1.0
 
 
 class Service:
-    """Serves one state on one endpoint. :meth:`run` in a thread of its own or the main one; :meth:`stop` from anywhere."""
+    """Serves one state, or the layer over several, on one endpoint. :meth:`run` in a thread of its own or the main one; :meth:`stop` from anywhere."""
 
     def __init__(
         self,
-        state: ServerState,
-        memory: PoolMemory,
+        state: ServerState | Pools,
+        memory: PoolMemory | Sequence[PoolMemory],
         endpoint: str,
         *,
         incarnation: int,
         lease_s: float,
         insecure: bool = False,
         idle_exit_s: float | None = None,
+        election: Election | None = None,
+        trust: Trust | None = None,
     ) -> None:
         """Provision the first extents and bind.
 
         Args:
+            memory: of the pool, or of each where there are several.
             endpoint: ``ipc:///path`` or ``tcp://host:port``.
-            incarnation: of this run of the server, for replies that the state has no part in.
+            incarnation: of this run of the server, for replies that the state has no part in, and the number of its life in the first
+                pool. In the others it is looked at by ``election``.
             lease_s: the state's lease; ticks and looks at silent sessions come several times within it.
             insecure: bind to an address that other machines can reach.
             idle_exit_s: end by itself when there was no session for this long, seconds.
+            election: asked before every message and tick whether this server may still write to the pool; None: the pool's
+                own lock is enough.
+            trust: the server's keys; only clients that it lists may connect. None: there are no keys.
         Raises:
             ConfigError: the endpoint cannot be used.
         """
-        check_endpoint(endpoint, insecure=insecure)
+        check_endpoint(endpoint, insecure=insecure, keys=trust is not None)
         self._state = state
-        self._memory = memory
+        memories = [memory] if isinstance(memory, PoolMemory) else list(memory)
+        keepers: Sequence[Keeper] = (state,) if isinstance(state, ServerState) else state.members
+        self._media = [Media(*pair, self._grow) for pair in zip(keepers, memories, strict=True)]
+        self._grown = False
         self._incarnation = incarnation
+        self._trust = trust
         self._idle_exit_s = idle_exit_s
+        self._election = election or FileLock()
+        #: Why :meth:`run` has returned where it had to: another server has the pool, or may have it.
+        self.deposed: str | None = None
         self._tick_idle_s = min(TICK_IDLE_S, lease_s / 8)
         self._look_s = min(1.0, lease_s / 4)
         self._stopping = False
-        self._faults = _Repeats()
-        self._invalid = _Repeats()
-        self._lost = _Repeats()
-        self._provisioner = _Provisioner(memory, self._wake_up)
-        self._told_ready = 0
+        self._meter = Meter()
+        self._faults = Repeats()
+        self._invalid = Repeats()
+        self._lost = Repeats()
+        self._calls = Calls(self._wake_up)
+        self._worker = Worker(incarnation, self._wake_up)
         self._bound: Bound | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -99,19 +123,22 @@ class Service:
             self._router.maxmsgsize = protocol.MAX_MESSAGE_BYTES
             # A peer that does not read loses its replies; it never stops the loop.
             self._router.router_mandatory = 0
-            self._router.sndhwm = 1000
-            self._router.rcvhwm = 1000
+            # A client waits for one answer on a socket: what waits beyond a few is memory for whoever does not read.
+            self._router.sndhwm = QUEUE
+            self._router.rcvhwm = QUEUE
             self._router.backlog = 1024
             self._router.tcp_keepalive = 1
             self._router.handshake_ivl = 5000
+            if trust is not None:
+                trust.guard(self._context, self._router)
+            # Connections within the process know no keys: this one is as it is without.
             self._router.bind(_ALARM)
             self._alarm.linger = 0
             self._alarm.routing_id = _ALARM_ID
             self._alarm.connect(_ALARM)
-            for extent in range(min(FIRST_EXTENTS, memory.geometry.extent_count)):
-                self._provisioner.provision(extent)
-            self._tell_ready(time.monotonic())
-            self._bound = bind(self._router, endpoint)
+            for media in self._media:
+                media.first_extents(time.monotonic())
+            self._bound = bind(self._router, endpoint, BIND_PATIENCE_S)
             #: Where clients reach this server.
             self.endpoint = self._bound.name
         except BaseException:
@@ -119,14 +146,21 @@ class Service:
             raise
 
     def run(self) -> None:
-        """Serve until :meth:`stop` or, with ``idle_exit_s``, until nobody has been here for that long."""
+        """Serve until :meth:`stop` or, with ``idle_exit_s``, until nobody has been here for that long.
+
+        Returns at once, and touches the pool no more, when that is no longer this server's: :attr:`deposed` says why."""
         router = self._router
         receive = router.recv
         option = router.getsockopt
         serve = self._serve
         clock = time.monotonic
-        provisioner = self._provisioner
-        provisioner.start()
+        trust = self._trust
+        peer: Peer | None = LOCAL
+        life = self._media[0].memory.incarnation_word()
+        mine = self._incarnation
+        holds = self._election.holds
+        for media in self._media:
+            media.start()
         now = clock()
         look_at = now + self._look_s
         occupied_at = now
@@ -135,11 +169,15 @@ class Service:
         served = 0
         while not self._stopping:
             if now >= tick_at:
+                if life[0] != mine or not holds():
+                    self._step_down()
+                    return
                 self._tick(now)
                 if now >= look_at:
                     look_at = now + self._look_s
                     self._look_for_dead(now)
                     self._look_after_endpoint()
+                    self._look_after_keys(now)
                 if self._idle_exit_s is not None:
                     if self._sessions():
                         occupied_at = now
@@ -155,19 +193,29 @@ class Service:
                     router.rcvtimeo = max(1, int(interval * 1000))
             try:
                 # One blocking receive: half the system calls of a poll with a receive after it.
-                frames = [receive()]
-                while option(_RCVMORE):
-                    frames.append(receive())
+                if trust is None:
+                    frames = [receive()]
+                    while option(_RCVMORE):
+                        frames.append(receive())
+                else:
+                    frames, peer = self._receive_proven(trust)
             except zmq.Again:
                 now = clock()
                 continue
             now = clock()
-            if provisioner.ready != self._told_ready:
+            # Whatever changes the pool comes after this look: this thread may have stood still for long.
+            if life[0] != mine or not holds():
+                self._step_down()
+                return
+            if self._grown:
                 self._tell_ready(now)
-            serve(frames, now)
+            serve(frames, now, peer)
             served += 1
             if served % _ROOM_EVERY == 0:
                 option(_EVENTS)
+
+    def _step_down(self) -> None:
+        self.deposed = OVERTAKEN if self._election.holds() else self._election.why()
 
     def stop(self) -> None:
         """Have :meth:`run` return soon. May be called from any thread and from a signal handler."""
@@ -177,7 +225,10 @@ class Service:
     def close(self) -> None:
         """Let go of the endpoint and the threads; after :meth:`run` has returned."""
         self._stopping = True
-        self._provisioner.stop()
+        self._calls.close()
+        self._worker.close()
+        for media in self._media:
+            media.stop()
         self._router.close(0)
         with self._alarm_lock:
             self._alarm.close(0)
@@ -187,16 +238,70 @@ class Service:
             self._bound.remove()
             self._bound = None
 
+    # ------------------------------------------------------------ other threads
+
+    def call(self, fn: Callable[[ServerState | Pools], T], timeout_s: float = 5.0) -> T:
+        """What ``fn(state)`` returns or raises, run in the loop between two messages. From any other thread.
+
+        ``fn`` holds up every client: it copies what is wanted and leaves.
+
+        Raises:
+            ServerUnavailableError: not within ``timeout_s``, or too many wait already.
+            ClosedError: the service has ended.
+        """
+        return self._calls.call(fn, timeout_s)
+
+    def figures(self, timeout_s: float = 5.0) -> Figures:
+        """All that there is to show, at one moment. From any other thread; raises as :meth:`call` does."""
+
+        def take(state: ServerState | Pools) -> Figures:
+            requests, errors = self._meter.copy()
+            return dataclasses.replace(state.figures(), requests=requests, errors=errors)
+
+        return self.call(take, timeout_s)
+
+    def defer(self, identity: bytes, rid: int, work: Callable[[], Reply]) -> Reply | None:
+        """In the loop: have the reply to request ``rid`` of the peer worked out by a thread, and send it when it is there.
+
+        Returns an error to send instead, where too many wait already. A handler of the state asks for this by returning
+        a :class:`~maru_server.calls.Deferred`."""
+        return self._worker.defer(identity, rid, work)
+
+    def _woken(self) -> None:
+        """What other threads have for the loop."""
+        self._calls.run(self._state)
+        while self._worker.done:
+            identity, reply = self._worker.done.popleft()
+            self._router.send(identity, _MORE)
+            self._router.send(protocol.encode(reply), _DONTWAIT)
+
     # ------------------------------------------------------------ messages
 
-    def _serve(self, frames: list[bytes], now: float) -> None:
-        """Handle one message: identity and one frame."""
+    def _receive_proven(self, trust: Trust) -> tuple[list[bytes], Peer | None]:
+        """One message, and who its connection has proved to be, as of now; None if nobody who may speak."""
+        frames = [self._router.recv(copy=False)]
+        while frames[-1].more:
+            frames.append(self._router.recv(copy=False))
+        try:
+            key: str | None = frames[-1].get("User-Id")  # type: ignore[assignment]
+        except zmq.ZMQError:
+            key = None  # the alarm's
+        return [frame.bytes for frame in frames], trust.peer(key)
+
+    def _serve(self, frames: list[bytes], now: float, peer: Peer | None = LOCAL) -> None:
+        """Handle one message: identity and one frame. ``peer`` is who sent it, None if it may not."""
         try:
             reply: Reply | None
+            kind: type = type(None)
+            data = b""
             if frames[0] == _ALARM_ID:
+                self._woken()
                 return
             if len(frames) != 2:
                 reply = self._refuse(0, f"{len(frames) - 1} frames where a request is one")
+            elif len(frames[1]) > protocol.MAX_REQUEST_BYTES:
+                # Unread: it may unfold into a hundred times as many objects.
+                reply = self._refuse(0, f"{len(frames[1])} bytes where {protocol.MAX_REQUEST_BYTES} are the most")
             else:
                 try:
                     message: Request = protocol.decode_request(frames[1])
@@ -204,11 +309,18 @@ class Service:
                     # Not only msgspec's own: deep nesting is a RecursionError, and no bytes may end the loop.
                     reply = self._undecodable(frames[1], error)
                 else:
+                    kind = type(message)
                     if type(message) is Hello and message.protocol != PROTOCOL_VERSION:
                         reply = self._wrong_version(message.rid, message.protocol)
+                    elif peer is None:
+                        reply = self._revoked(message)
                     else:
                         try:
-                            reply = self._state.handle(message, now)
+                            answer = self._state.handle(message, now, peer)
+                            if isinstance(answer, Deferred):
+                                reply = self.defer(frames[0], answer.rid, answer.work)
+                            else:
+                                reply = answer
                         except Exception:
                             reply = self._fault(message)
             if reply is not None:
@@ -216,6 +328,7 @@ class Service:
                 self._router.send(frames[0], _MORE)
                 self._router.send(data, _DONTWAIT)
                 self._state.finish()
+            self._meter.note(kind, reply, len(frames[-1]), len(data), now)
         except zmq.ZMQError as error:
             log.debug("a reply was dropped: %s", error)
         except Exception:
@@ -240,6 +353,18 @@ class Service:
         self._invalid.warn("refused a message: %s", why)
         return Error(rid, self._incarnation, ErrorCode.INVALID, f"{why}: is that a Maru client of the same release?")
 
+    def _revoked(self, message: Request) -> Reply | None:
+        """No word of it reaches the state."""
+        rid = getattr(message, "rid", None)
+        if rid is None:
+            return None
+        return Error(
+            rid,
+            self._incarnation,
+            ErrorCode.FORBIDDEN,
+            "this client's key was taken off the server's list of clients: put it back there, or use another key",
+        )
+
     def _fault(self, message: Request) -> Reply | None:
         self._faults.log(f"handling {type(message).__name__} failed")
         rid = getattr(message, "rid", None)
@@ -252,18 +377,18 @@ class Service:
     def _tick(self, now: float) -> None:
         try:
             self._state.tick(now)
-            self._provisioner.want(self._state.wanted_extents(now))
+            for media in self._media:
+                media.want(now)
+            self._woken()  # an alarm is lost where too many come at once
         except Exception:
             self._faults.log("a tick failed")
         self._tell_ready(now)
 
     def _tell_ready(self, now: float) -> None:
-        ready = self._provisioner.ready
-        if ready > self._told_ready:
-            self._told_ready = ready
+        self._grown = False
+        for media in self._media:
             try:
-                self._state.extents_ready(ready, now)
-                self._provisioner.want(self._state.wanted_extents(now))
+                media.tell_ready(now)
             except Exception:
                 self._faults.log("extents could not be added")
 
@@ -273,15 +398,21 @@ class Service:
             for session, identity in self._state.silent_sessions():
                 if identity.is_dead_here():
                     log.info("session %d is gone: its process %d has ended", session, identity.pid)
+                    for media in self._media:
+                        media.write_back_for(session)
                     self._state.process_gone(session, now)
         except Exception:
             self._faults.log("silent sessions could not be looked at")
+
+    def _still_there(self) -> bool:
+        """Whether the pools' files are where they were."""
+        return all(media.memory.still_there() for media in self._media)
 
     def _look_after_endpoint(self) -> None:
         """Bind again where the socket file was removed. Clients that are connected stay so."""
         try:
             # Where the pool's file is gone too, another server may be on its way to this endpoint: it is the one to find.
-            if self._bound is None or not self._bound.is_lost() or not self._memory.still_there():
+            if self._bound is None or not self._bound.is_lost() or not self._still_there():
                 return
             with contextlib.suppress(zmq.ZMQError):  # not bound: it could not be bound again the last time
                 self._router.unbind(self._bound.name)
@@ -294,113 +425,33 @@ class Service:
         except Exception:
             self._faults.log("the endpoint could not be looked after")
 
+    def _look_after_keys(self, now: float) -> None:
+        """Whoever was taken off the list, or has become somebody else, has no session any more."""
+        try:
+            if self._trust is None:
+                return
+            self._state.note_turned_away(self._trust.unlisted, self._trust.failed_handshakes)
+            if self._trust.reread():
+                ended = self._state.keep_peers(self._trust.peers(), now)
+                if ended:
+                    log.info("%d sessions have ended with their keys", ended)
+        except Exception:
+            self._faults.log("the list of clients could not be looked at")
+
     def _sessions(self) -> int:
         """Sessions for whose sake an otherwise idle server stays."""
         stats = self._state.stats()
         # Where the pool's file is gone, who fell silent has gone to another server, most likely, and does not come back.
-        gone = 0 if self._memory.still_there() else int(stats["sessions_silent"])
+        gone = 0 if self._still_there() else int(stats["sessions_silent"])
         return int(stats["sessions"]) - gone
+
+    def _grow(self) -> None:
+        self._grown = True
+        self._wake_up()
 
     def _wake_up(self) -> None:
         with self._alarm_lock, contextlib.suppress(zmq.ZMQError):
             self._alarm.send(b"", _DONTWAIT)
-
-
-class _Provisioner:
-    """A thread that gives extents their memory, one after another, ahead of need."""
-
-    def __init__(self, memory: PoolMemory, report: Callable[[], None]) -> None:
-        self._memory = memory
-        self._report = report
-        self._condition = threading.Condition()
-        self._wanted = 0
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._refused = -1
-        #: Extents ``[0, ready)`` have their memory.
-        self.ready = 0
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="maru-provision", daemon=True)
-        self._thread.start()
-
-    def want(self, count: int) -> None:
-        """Extents ``[0, count)`` should be ready."""
-        if count > self._wanted:
-            with self._condition:
-                self._wanted = min(count, self._memory.geometry.extent_count)
-                self._condition.notify()
-
-    def provision(self, extent: int) -> bool:
-        """Give the next extent its memory; False if there is none to be had."""
-        try:
-            done = self._memory.provision(extent)
-            why = "no memory is left"
-        except (PoolError, OSError) as error:
-            done = False
-            why = str(error)
-        if done:
-            self.ready = extent + 1
-        elif self._refused != extent:
-            # Asked for again every few seconds, and said once.
-            self._refused = extent
-            log.warning(
-                "the pool stays at %d of %d extents until there is memory for more: %s; free some, or make the pool smaller",
-                extent,
-                self._memory.geometry.extent_count,
-                why,
-            )
-        return done
-
-    def stop(self) -> None:
-        with self._condition:
-            self._stopping = True
-            self._condition.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._stopping and self.ready >= self._wanted:
-                    self._condition.wait()
-                if self._stopping:
-                    return
-            if self.provision(self.ready):
-                self._report()
-                continue
-            with self._condition:
-                if not self._stopping:
-                    self._condition.wait(PROVISION_RETRY_S)
-
-
-class _Repeats:
-    """Logs the first of a kind, and then at most one every ``FAULT_LOG_S`` seconds with the number of those left out."""
-
-    def __init__(self) -> None:
-        self._at = -FAULT_LOG_S
-        self._left_out = 0
-
-    def log(self, text: str) -> None:
-        """An error with the traceback of the exception being handled."""
-        if self._due():
-            log.exception("%s (%d more like it since the last time)", text, self._taken())
-
-    def warn(self, text: str, *args: object) -> None:
-        if self._due():
-            log.warning(text + " (%d more like it since the last time)", *args, self._taken())
-
-    def _due(self) -> bool:
-        now = time.monotonic()
-        if now - self._at < FAULT_LOG_S:
-            self._left_out += 1
-            return False
-        self._at = now
-        return True
-
-    def _taken(self) -> int:
-        left_out, self._left_out = self._left_out, 0
-        return left_out
 
 
 def _head(data: bytes) -> tuple[Any, Any, Any]:

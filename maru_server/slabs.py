@@ -8,6 +8,7 @@ Whom a slot belongs to is none of this module's business.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from maru_core.pool.format import SLOT_GRAIN
 from maru_server.directory import PoolDirectory, Slots
+from maru_server.metrics import SizeFigures
 
 
 @dataclass(slots=True)
@@ -206,10 +208,26 @@ class Slabs:
         """Bytes of all slots that are not free."""
         return sum(slot_bytes * size.used for slot_bytes, size in self._sizes.items())
 
-    def fewest_used(self, but: int) -> list[npt.NDArray[np.uint32]]:
-        """The slots of extents of other sizes than ``but``: of a few extents, fewest used slots first."""
-        others = [(cut.slots - cut.free, number) for number, cut in self._extents.items() if cut.slot_bytes != but]
-        return [self._slots_of(number) for _, number in heapq.nsmallest(8, others)]
+    def sizes(self) -> list[SizeFigures]:
+        """Slots by size."""
+        return [
+            SizeFigures(slot_bytes, (size.used + size.free) // size.slots_per_extent, size.used, size.free)
+            for slot_bytes, size in sorted(self._sizes.items())
+        ]
+
+    def memory_bytes(self) -> int:
+        """Memory that the cut extents take here and in columns over their slots: free slots, offsets, reservations."""
+        return 16 * sum(cut.slots for cut in self._extents.values())
+
+    def fewest_used(self, but: int, beside: Container[int] = (), most: int = 8) -> list[npt.NDArray[np.uint32]]:
+        """The slots of extents of other sizes than ``but``: of the ``most`` with the fewest used slots, those first; the
+        extents in ``beside`` are left out."""
+        others = [
+            (cut.slots - cut.free, number)
+            for number, cut in self._extents.items()
+            if cut.slot_bytes != but and number not in beside
+        ]
+        return [self._slots_of(number) for _, number in heapq.nsmallest(most, others)]
 
     def _slots_of(self, number: int) -> npt.NDArray[np.uint32]:
         base = number * self._per_extent

@@ -3,7 +3,8 @@
 ::
 
     0                superblock, 4 KiB, never changed after format
-    4096             owner block, 4 KiB: incarnation (u64) and who serves the pool, rewritten by each server
+    4096             owner block, 4 KiB: incarnation (u64) and who serves the pool, rewritten by each server; its last u64 counts
+                     what became findable or was removed
     off_components   component names, 64 B each
     off_namespaces   namespace records, 4 KiB each
     off_extents      u64 per extent: its slot size in bytes, 0 while it is not cut
@@ -16,6 +17,9 @@ Slot ``s`` belongs to extent ``s // slots_per_extent`` and lies at
 
 Rules of writing (only the server writes any of this):
 
+- ``record_check`` is :func:`record_checks` of the record plus what the server adds for the slot's byte offset, the namespace's
+  record and the component's name: a record is believed only where it was written, in an extent cut as it was then, and under
+  the names of then. Tables that were damaged, swapped or restored from an older copy lose records, and never move them.
 - A record is published body first, state last; freeing writes the generation first. Taking a slot writes its generation,
   then the state RESERVED, then the body: of a reserved slot nothing is believed but that it is taken. A record is
   believed only if its state is COMMITTED, ``record_check`` fits and its generation equals the one in the generation array.
@@ -43,6 +47,9 @@ SLOT_GRAIN: Final = 4096
 FREE: Final = 0
 RESERVED: Final = 1
 COMMITTED: Final = 2
+
+#: Bit of a record's ``flags``: an operator has pinned the page. ``flags`` are outside ``record_check``, so that one store changes them.
+PINNED: Final = 1
 
 COHERENCE_HARDWARE: Final = 0
 COHERENCE_SOFTWARE: Final = 1
@@ -79,9 +86,9 @@ SUPERBLOCK_CHECKED_BYTES: Final = 144
 
 OWNER = np.dtype(
     {
-        "names": ["incarnation", "check", "length", "text"],
-        "formats": ["<u8", "<u8", "<u4", f"V{BLOCK_BYTES - 24}"],
-        "offsets": [0, 8, 16, 24],
+        "names": ["incarnation", "check", "length", "text", "changes"],
+        "formats": ["<u8", "<u8", "<u4", f"V{BLOCK_BYTES - 32}", "<u8"],
+        "offsets": [0, 8, 16, 24, BLOCK_BYTES - 8],
         "itemsize": BLOCK_BYTES,
     }
 )
@@ -124,7 +131,7 @@ RECORD = np.dtype(
 assert SUPERBLOCK.itemsize == BLOCK_BYTES
 assert RECORD.itemsize == RECORD_BYTES
 
-#: Odd constants, one per 64-bit word of a record; the masks leave out the state, last_use_ns and record_check itself.
+#: Odd constants, one per 64-bit word of a record; the masks leave out the state, flags, last_use_ns and record_check itself.
 _KEYS: Final = np.array(
     [
         0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93,
@@ -134,7 +141,9 @@ _KEYS: Final = np.array(
     ],
     np.uint64,
 )  # fmt: skip
-_MASKS: Final = np.array([0xFFFFFFFF00000000] + [0xFFFFFFFFFFFFFFFF] * 12 + [0, 0xFFFFFFFFFFFFFFFF, 0], np.uint64)
+_MASKS: Final = np.array(
+    [0xFFFFFFFF00000000, 0xFFFFFFFF0000FFFF] + [0xFFFFFFFFFFFFFFFF] * 11 + [0, 0xFFFFFFFFFFFFFFFF, 0], np.uint64
+)
 _CHECKSUM_KEY: Final = _KEYS[12]
 _MIX: Final = np.uint64(0xD1B54A32D192ED03)
 _SHIFT: Final = np.uint64(32)

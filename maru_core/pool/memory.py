@@ -9,9 +9,10 @@ so that processes that still map the old one keep their memory and harm nobody.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -26,6 +27,7 @@ from maru_core.errors import (
     PoolBusyError,
     PoolError,
 )
+from maru_core.pool import numa
 from maru_core.pool.backing import (
     PAGE,
     SYSFS,
@@ -35,6 +37,7 @@ from maru_core.pool.backing import (
     FileBacking,
     populate,
 )
+from maru_core.pool.coherence import Word, coherence_for
 from maru_core.pool.format import (
     BLOCK_BYTES,
     COMPONENT,
@@ -47,8 +50,10 @@ from maru_core.pool.format import (
     RECORD_BYTES,
 )
 from maru_core.pool.geometry import Geometry
+from maru_core.pool.newfile import NewFile
 from maru_core.pool.opening import (
     OWNER_TEXT_MAX,
+    agreed_coherence,
     agreed_size,
     busy_error,
     check_owner,
@@ -64,7 +69,8 @@ from maru_core.pool.uri import PoolURI, format_size
 
 #: A pool's path can change under us while we open it (another server makes, replaces or removes it): look again.
 _ATTEMPTS: Final = 16
-_NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+#: No incarnation is ever this high (nanoseconds since 1970, counted on): one that is was damaged.
+_INCARNATION_MAX: Final = 1 << 63
 
 
 class PoolMemory:
@@ -73,6 +79,8 @@ class PoolMemory:
     def __init__(self, uri: PoolURI, geometry: Geometry, meta: Bytes, data: Bytes, backing: Backing | None) -> None:
         self.uri = uri
         self.geometry = geometry
+        #: What this process owes other hosts when it has written to the pool, and before it reads from it.
+        self.coherence = coherence_for(geometry.coherence)
         self._meta: Bytes | None = meta
         self._data: Bytes | None = data
         self._data_address = int(data.ctypes.data)
@@ -83,7 +91,13 @@ class PoolMemory:
 
     @classmethod
     def create(
-        cls, uri: PoolURI | str, size: int | None = None, format: bool = False, *, sysfs: Path = SYSFS
+        cls,
+        uri: PoolURI | str,
+        size: int | None = None,
+        format: bool = False,
+        *,
+        turn: Callable[[], None] | None = None,
+        sysfs: Path = SYSFS,
     ) -> PoolMemory:
         """Open a pool as its one server, or make it: metadata mapped read-write, the pool locked.
 
@@ -92,7 +106,9 @@ class PoolMemory:
 
         Args:
             size: bytes; of a new pool, or what an existing one must have. None: as the URI says.
-            sysfs: where sysfs is mounted (dax only).
+            turn: called when the pool's own lock is held and before anything of it is touched: returns when this server may
+                (however long that takes), raises to give up. Called again where the file was replaced meanwhile.
+            sysfs: where sysfs is mounted.
         Raises:
             ConfigError: sizes contradict each other, or a new pool has none.
             PoolBusyError: another server has it.
@@ -100,6 +116,7 @@ class PoolMemory:
             PoolTooSmallError, PoolError: cannot be made or mapped.
         """
         uri = supported(uri)
+        numa.check_node(uri, sysfs)
         wanted = agreed_size(uri, size)
         for _ in range(_ATTEMPTS):
             backing: Backing
@@ -110,12 +127,16 @@ class PoolMemory:
                     backing = FileBacking.open(uri, writable=True)
             except FileNotFoundError:
                 try:
+                    if turn is not None:
+                        turn()
                     return cls._new_file(uri, wanted, replace=False)
                 except FileExistsError:
                     continue
             try:
                 if not backing.lock():
                     raise busy_error(uri, backing)
+                if turn is not None:
+                    turn()
                 if backing.still_there():
                     return cls._open_locked(uri, backing, wanted, format)
             except BaseException:
@@ -155,6 +176,7 @@ class PoolMemory:
                 sides.append(side)
             read_only, read_write = sides
             geometry = read_geometry(uri, read_only)
+            agreed_coherence(uri, geometry)
             if expected_uuid is not None and geometry.pool_uuid != expected_uuid:
                 raise PoolError(
                     f"{uri}: this is pool {uuid.UUID(bytes=geometry.pool_uuid)}, the server's is "
@@ -166,7 +188,9 @@ class PoolMemory:
             if Geometry.read(read_write.read(0, BLOCK_BYTES)) != geometry:
                 raise PoolError(f"{uri}: it was formatted at this moment: attach again")
             data = read_write.map(geometry.off_data, geometry.data_bytes, writable=True)
-            return cls(uri, geometry, meta, data, None)
+            memory = cls(uri, geometry, meta, data, None)
+            memory._drop_tables()
+            return memory
 
     @classmethod
     def _open_locked(cls, uri: PoolURI, backing: Backing, wanted: int | None, format: bool) -> PoolMemory:
@@ -176,14 +200,19 @@ class PoolMemory:
                 return cls._format_empty_file(uri, backing, wanted)
         if not format:
             geometry = read_geometry(uri, backing)
+            agreed_coherence(uri, geometry)
             if isinstance(backing, FileBacking):
                 os.fchmod(backing.descriptor, uri.mode)  # the server's URI says who may take part, at each start
+            numa.bind(uri, backing, geometry.pool_bytes)
             # Holes of the tables would raise SIGBUS on a full tmpfs, in clients too, which only read them.
             provision_tables(uri, backing, geometry)
             meta = backing.map(0, geometry.off_data, writable=True)
             data = backing.map(geometry.off_data, geometry.data_bytes, writable=True)
             memory = cls(uri, geometry, meta, data, backing)
             memory._check_wanted(wanted)
+            # Another host may have served the pool before: what this one's caches hold of the tables may be older. The lock is
+            # held, so nobody writes to them any more.
+            memory._drop_tables()
             return memory
         after = last_generation_second(uri, backing) + 1
         if isinstance(backing, FileBacking):
@@ -206,54 +235,10 @@ class PoolMemory:
             FileExistsError: the name was taken meanwhile (not with ``replace``).
         """
         geometry = plan_pool(uri, required_size(uri, wanted), PAGE, after)
-        path = uri.path if uri.scheme == "shm" else Path(os.path.realpath(uri.path))
-        spare = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
-        named = False
-        try:
-            try:
-                descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, uri.mode)
-            except OSError as error:
-                if error.errno not in _NO_TMPFILE or not path.parent.is_dir():
-                    raise
-                descriptor = os.open(spare, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, uri.mode)
-                named = True
-        except OSError as error:
-            raise PoolError(
-                f"{uri}: cannot make a file in {path.parent} ({error.strerror}): "
-                "create the folder or choose another, and check its permissions"
-            ) from error
-        backing = FileBacking(uri, descriptor)
-        try:
-            os.fchmod(descriptor, uri.mode)  # whatever the umask is
-            backing.lock()
-            memory = cls._grown(uri, geometry, backing)
-            folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-            try:
-                if not named:
-                    # With a directory descriptor Python calls linkat(AT_SYMLINK_FOLLOW), without one it links the link.
-                    target = spare if replace else path
-                    os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=folder, follow_symlinks=True)
-                    named = replace
-                elif not replace:
-                    os.link(spare, path)
-                if replace:
-                    os.rename(spare, path)
-                    named = False
-            except FileExistsError:
-                raise
-            except OSError as error:
-                raise PoolError(
-                    f"{uri}: cannot name the new pool {path} ({error.strerror}): choose another path"
-                ) from error
-            finally:
-                os.close(folder)
+        with NewFile(uri) as file:
+            memory = cls._grown(uri, geometry, file.backing)
+            file.publish(replace=replace)
             return memory
-        except BaseException:
-            backing.close()
-            raise
-        finally:
-            if named:
-                os.unlink(spare)
 
     @classmethod
     def _format_empty_file(cls, uri: PoolURI, backing: FileBacking, wanted: int | None) -> PoolMemory:
@@ -275,6 +260,7 @@ class PoolMemory:
                 f"{uri}: the file system refuses a file of {format_size(geometry.pool_bytes)} "
                 f"({error.strerror}): make the pool smaller"
             ) from error
+        numa.bind(uri, backing, geometry.pool_bytes)  # before its first page
         provision_tables(uri, backing, geometry)
         return cls._formatted(uri, geometry, backing, zeroed=True)
 
@@ -286,6 +272,7 @@ class PoolMemory:
         memory = cls(uri, geometry, meta, data, backing)
         if not zeroed:
             meta[:BLOCK_BYTES] = 0
+            memory._written(0, BLOCK_BYTES)  # no pool any more, before its tables go
             meta[BLOCK_BYTES:] = 0
         memory.generations[:] = geometry.created_ns // 1_000_000_000 << 32
         # From the time, as generations, but to the nanosecond: where one endpoint serves one new pool after another, a
@@ -293,7 +280,9 @@ class PoolMemory:
         memory._owner_block["incarnation"] = geometry.created_ns
         block = np.frombuffer(geometry.superblock(), np.uint8)
         meta[len(MAGIC) : BLOCK_BYTES] = block[len(MAGIC) :]
+        memory._written(0, geometry.off_data)  # all of it is in memory before the magic may be
         meta[: len(MAGIC)].view("<u8")[0] = block[: len(MAGIC)].view("<u8")[0]
+        memory._written(0, len(MAGIC))
         return memory
 
     def _check_wanted(self, wanted: int | None) -> None:
@@ -361,7 +350,8 @@ class PoolMemory:
 
     @property
     def extents(self) -> npt.NDArray[np.uint64]:
-        """u64 per extent, its slot size; shape ``(extent_count,)``."""
+        """u64 per extent, its slot size, as the server has cut them by now; shape ``(extent_count,)``."""
+        self._fresh(self.geometry.off_extents, 8 * self.geometry.extent_count)
         return self._table(self.geometry.off_extents, 8, self.geometry.extent_count, np.dtype("<u8"))
 
     @property
@@ -378,6 +368,19 @@ class PoolMemory:
 
     def _table(self, offset: int, item_bytes: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return self.meta[offset : offset + item_bytes * count].view(dtype)
+
+    def _written(self, offset: int, nbytes: int) -> None:
+        """Server: what was stored in these bytes before the extents is in memory when this returns, before any store after."""
+        if self.coherence.software:
+            self.coherence.write_back(int(self.meta.ctypes.data) + offset, nbytes)
+
+    def _fresh(self, offset: int, nbytes: int) -> None:
+        """What is read of these bytes before the extents after this is what was in memory then, or later."""
+        if self.coherence.software:
+            self.coherence.invalidate(int(self.meta.ctypes.data) + offset, nbytes)
+
+    def _drop_tables(self) -> None:
+        self._fresh(0, self.geometry.off_data)
 
     def provision(self, extent: int) -> bool:
         """Server: put memory behind an extent before any slot of it is given out. False: none is left.
@@ -410,25 +413,45 @@ class PoolMemory:
     @property
     def incarnation(self) -> int:
         """How often the pool has been served; never goes back, also over a format."""
+        self._fresh(BLOCK_BYTES, 8)
         return int(self._owner_block["incarnation"][0])
 
     def bump_incarnation(self) -> int:
         """Server: begin a new life of the pool; the number that stands for it."""
         value = self.incarnation + 1
+        if not self.geometry.created_ns < value < _INCARNATION_MAX:
+            # Damaged: it has no check of its own. Later than any that was ever told, as with a format.
+            value = max(self.geometry.created_ns, time.time_ns()) + 1
         self._owner_block["incarnation"] = value
+        self._written(BLOCK_BYTES, 8)
         return value
+
+    def changes(self) -> tuple[int, int]:
+        """Incarnation, and the count that its server raises with all that becomes findable or is removed."""
+        block = self._owner_block
+        self._fresh(BLOCK_BYTES, 8)
+        self._fresh(2 * BLOCK_BYTES - 8, 8)
+        return int(block["incarnation"][0]), int(block["changes"][0])
+
+    def incarnation_word(self) -> Word:
+        """The incarnation in the memory itself: element 0, as cheap to read as anything, whoever changes it."""
+        return self.coherence.word(self.meta[BLOCK_BYTES : BLOCK_BYTES + 8].view("<u8").data)
 
     def set_owner(self, text: str) -> None:
         """Server: say who serves the pool, for people (and for the error of a second server)."""
         data = text.encode()[:OWNER_TEXT_MAX]
         block = self._owner_block
         block["check"] = 0  # nobody believes it meanwhile
+        self._written(BLOCK_BYTES, BLOCK_BYTES)
         block["text"] = np.void(data.ljust(OWNER_TEXT_MAX, b"\0"))
         block["length"] = len(data)
+        self._written(BLOCK_BYTES, BLOCK_BYTES)
         block["check"] = xxhash.xxh3_64_intdigest(data)
+        self._written(BLOCK_BYTES, BLOCK_BYTES)
 
     def owner(self) -> str:
         """What :meth:`set_owner` said last; empty if nothing."""
+        self._fresh(BLOCK_BYTES, BLOCK_BYTES)
         return owner_text(self.meta[BLOCK_BYTES : 2 * BLOCK_BYTES].tobytes())
 
     # ------------------------------------------------------------ leaving

@@ -22,21 +22,49 @@ from maru_core.errors import (
     PoolVersionError,
 )
 from maru_core.pool.backing import Backing, FileBacking, user_name
-from maru_core.pool.format import BLOCK_BYTES, COHERENCE_HARDWARE, OWNER
+from maru_core.pool.coherence import coherence_for, drop_if_possible
+from maru_core.pool.format import BLOCK_BYTES, COHERENCE_HARDWARE, COHERENCE_SOFTWARE, OWNER
 from maru_core.pool.geometry import DEFAULT_ALIGN, Geometry
 from maru_core.pool.uri import PoolURI, format_size, parse_pool_uri
 
+#: Seconds since 1970 from which no pool has generations: half of what nanoseconds in a superblock can say.
+_SECOND_MAX: Final = (1 << 63) // 1_000_000_000
 OWNER_TEXT_MAX: Final = OWNER["text"].itemsize
+#: As URIs say it.
+_COHERENCE: Final = {COHERENCE_HARDWARE: "hardware", COHERENCE_SOFTWARE: "software"}
 
 
 def supported(uri: PoolURI | str) -> PoolURI:
+    """A URI that this installation can serve or attach.
+
+    Raises:
+        ConfigError: not a pool URI, or coherence=software where nothing can write cache lines back.
+    """
     uri = parse_pool_uri(uri) if isinstance(uri, str) else uri
-    if uri.coherence != "hardware":
-        raise PoolError(
-            f"{uri}: coherence=software needs cache flushing, which this release does not have: "
-            "use memory that is coherent between its hosts, or serve each host a pool of its own"
-        )
+    if uri.coherence == "software":
+        try:
+            coherence_for(COHERENCE_SOFTWARE)
+        except ConfigError as error:
+            raise ConfigError(f"{uri}: {error}") from error
     return uri
+
+
+def agreed_coherence(uri: PoolURI, geometry: Geometry) -> None:
+    """What the URI says about the caches, if anything, must be what the pool was formatted for, and must be possible here.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    formatted = _COHERENCE[geometry.coherence]
+    if uri.coherence not in (None, formatted):
+        raise ConfigError(
+            f"{uri}: coherence={uri.coherence} was asked for, the pool was formatted with coherence={formatted}: leave coherence out "
+            f"of the URI, or format the pool anew with coherence={uri.coherence} (--format; its contents are lost)"
+        )
+    try:
+        coherence_for(geometry.coherence)
+    except ConfigError as error:
+        raise ConfigError(f"{uri}: the pool was formatted with coherence=software: {error}") from error
 
 
 def agreed_size(uri: PoolURI, size: int | None) -> int | None:
@@ -66,7 +94,7 @@ def plan_pool(uri: PoolURI, pool_bytes: int, grain: int, after_s: int) -> Geomet
         align=align,
         extent_bytes=uri.extent,
         min_slot_bytes=uri.min_slot,
-        coherence=COHERENCE_HARDWARE,
+        coherence=COHERENCE_SOFTWARE if uri.coherence == "software" else COHERENCE_HARDWARE,
         pool_uuid=uuid.uuid4().bytes,
         created_ns=max(time.time_ns(), after_s * 1_000_000_000),
     )
@@ -82,6 +110,7 @@ def provision_tables(uri: PoolURI, backing: Backing, geometry: Geometry) -> None
 
 def read_geometry(uri: PoolURI, backing: Backing) -> Geometry:
     """The geometry of what is there, checked against the memory behind it; errors name the pool and the cure."""
+    drop_blocks(backing)
     try:
         geometry = Geometry.read(backing.read(0, BLOCK_BYTES))
     except NotAPoolError as error:
@@ -91,11 +120,6 @@ def read_geometry(uri: PoolURI, backing: Backing) -> Geometry:
         ) from error
     except (PoolVersionError, PoolDamagedError) as error:
         raise type(error)(f"{uri}: {error}") from error
-    if geometry.coherence != COHERENCE_HARDWARE:
-        raise PoolError(
-            f"{uri}: the pool was formatted with coherence=software, which this release does not have: "
-            "format it anew for coherent memory (--format; its contents are lost)"
-        )
     if backing.capacity() < geometry.pool_bytes:
         raise PoolDamagedError(
             f"{uri}: the pool has {geometry.pool_bytes} bytes, {uri.path} only {backing.capacity()}: it was cut short; "
@@ -108,6 +132,16 @@ def read_geometry(uri: PoolURI, backing: Backing) -> Geometry:
             "(--format; its contents are lost)"
         )
     return geometry
+
+
+def drop_blocks(backing: Backing) -> None:
+    """Have the superblock and the owner block read from memory, where a line of them may be left in a cache: before the
+    superblock is read nobody knows whether this memory is coherent between hosts, and afterwards it may be too late."""
+    try:
+        blocks = backing.map(0, -(-2 * BLOCK_BYTES // backing.grain) * backing.grain, writable=False)
+    except PoolError:
+        return  # too short for a pool
+    drop_if_possible(blocks[: 2 * BLOCK_BYTES])
 
 
 def check_owner(uri: PoolURI, backing: FileBacking) -> None:
@@ -130,10 +164,13 @@ def last_generation_second(uri: PoolURI, backing: Backing) -> int:
         meta = backing.map(0, geometry.off_data, writable=False)
     except PoolError:
         return 0
+    drop_if_possible(meta)  # another host may have written them last
     end = geometry.off_generations + 8 * geometry.slot_count
     generations = meta[geometry.off_generations : end].view("<u8")
     incarnation = int(meta[BLOCK_BYTES : BLOCK_BYTES + 8].view("<u8")[0])
-    return max(int(generations.max()) >> 32, incarnation // 1_000_000_000, geometry.created_ns // 1_000_000_000)
+    seconds = (int(generations.max()) >> 32, incarnation // 1_000_000_000, geometry.created_ns // 1_000_000_000)
+    # Damaged ones may say anything: none that was given lies beyond what a superblock can hold.
+    return max(second for second in (*seconds, 0) if second < _SECOND_MAX)
 
 
 def owner_text(block: bytes) -> str:
@@ -147,6 +184,7 @@ def owner_text(block: bytes) -> str:
 
 
 def busy_error(uri: PoolURI, backing: Backing) -> PoolBusyError:
+    drop_blocks(backing)  # another host may have written it
     try:
         owner = owner_text(backing.read(BLOCK_BYTES, BLOCK_BYTES))
     except PoolError:

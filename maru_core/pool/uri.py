@@ -6,11 +6,13 @@ Only text is looked at here; nothing is opened.
 key        values                       meaning
 ========== ============================ ==========================================================================
 size       bytes, or 512M, 8G, 1T       size of a new pool; must agree with an existing one. A dax device has its own
-coherence  hardware (default), software whether the hosts' caches agree on the memory by themselves
+coherence  hardware (default), software whether the hosts' caches agree on the memory by themselves; of a new pool, or what an
+                                        existing one must have
 extent     bytes, or 64M                size of an extent of a new pool
 min_slot   bytes, or 16K                smallest slot of a new pool
 align      bytes, or 2M, 1G             alignment of a new pool's extents
 mode       600 (default), 640, 660      permissions of a new file: owner only, group reads, group takes part
+numa       number of a node             NUMA node from which all of the pool's memory comes; shm, and files on a tmpfs
 ========== ============================ ==========================================================================
 """
 
@@ -34,6 +36,9 @@ SHM_DIRECTORY: Final = Path("/dev/shm")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d{1,20})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _SHM_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", re.ASCII)
+#: As many as Linux can have.
+NUMA_NODES: Final = 1024
+_NODE: Final = re.compile(r"\d{1,4}", re.ASCII)
 _MODES: Final = {"600": 0o600, "640": 0o640, "660": 0o660}
 _EXAMPLES: Final = "shm://name?size=8G, file:///mnt/pmem0/pool?size=64G or dax:///dev/dax0.0"
 
@@ -69,11 +74,12 @@ class PoolURI:
     scheme: Scheme
     path: Path
     size: int | None = None
-    coherence: Coherence = "hardware"
+    coherence: Coherence | None = None
     extent: int | None = None
     min_slot: int | None = None
     align: int | None = None
     mode: int = 0o600
+    numa: int | None = None
 
     def __str__(self) -> str:
         place = quote(self.path.name if self.scheme == "shm" else str(self.path))
@@ -87,10 +93,12 @@ class PoolURI:
             )
             if value is not None
         ]
-        if self.coherence != "hardware":
+        if self.coherence is not None:
             query.append(f"coherence={self.coherence}")
         if self.mode != 0o600:
             query.append(f"mode={self.mode:o}")
+        if self.numa is not None:
+            query.append(f"numa={self.numa}")
         return f"{self.scheme}://{place}" + ("?" + "&".join(query) if query else "")
 
 
@@ -144,17 +152,24 @@ def _with_options(scheme: Scheme, path: Path, values: dict[str, str]) -> PoolURI
     sizes: dict[str, int | None] = {}
     for key in ("size", "extent", "min_slot", "align"):
         sizes[key] = parse_size(values.pop(key), key) if key in values else None
-    coherence = values.pop("coherence", "hardware")
-    if coherence not in ("hardware", "software"):
+    coherence = values.pop("coherence", None)
+    if coherence not in (None, "hardware", "software"):
         raise ConfigError(f"coherence={coherence!r} is not known: use hardware or software")
     mode = values.pop("mode", "600")
     if mode not in _MODES:
         raise ConfigError(
             f"mode={mode!r} is not allowed for a pool: use 600, 640 (group reads) or 660 (group takes part)"
         )
+    numa = values.pop("numa", None)
+    if numa is not None and (not _NODE.fullmatch(numa) or int(numa) >= NUMA_NODES):
+        raise ConfigError(f"numa={numa!r} is not a NUMA node: give its number, as in numa=1; see numactl --hardware")
+    if numa is not None and scheme == "dax":
+        raise ConfigError(f"numa={numa} means nothing for a dax device, whose memory is where it is: leave numa out")
     if values:
         key, value = next(iter(values.items()))
-        raise ConfigError(f"unknown pool option {key}={value!r}: use size, extent, min_slot, align, coherence or mode")
+        raise ConfigError(
+            f"unknown pool option {key}={value!r}: use size, extent, min_slot, align, coherence, mode or numa"
+        )
     align, extent, min_slot = sizes["align"], sizes["extent"], sizes["min_slot"]
     if align is not None and (align % SLOT_GRAIN or align & (align - 1)):
         raise ConfigError(f"align={format_size(align)} is not a power of two of at least 4K: use 4K, 2M or 1G")
@@ -166,9 +181,10 @@ def _with_options(scheme: Scheme, path: Path, values: dict[str, str]) -> PoolURI
         scheme=scheme,
         path=path,
         size=sizes["size"],
-        coherence=cast(Coherence, coherence),
+        coherence=cast(Coherence | None, coherence),
         extent=extent,
         min_slot=min_slot,
         align=align,
         mode=_MODES[mode],
+        numa=None if numa is None else int(numa),
     )

@@ -1,0 +1,3 @@
+from maru_agent.cli import main
+
+main()

@@ -1,0 +1,359 @@
+"""Finding, reading and writing objects in one life of a store: the session says where, a mover copies.
+
+The two rules of :mod:`maru_core.store` are kept here: *put* is reserve, copy, commit, and *get* is locate, copy, validate. What
+goes wrong is raised; that an engine sees a miss and no error, and that no call outlives its store, is the store's part. Why
+something was not found, read or written is counted here, where it is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from maru_core.errors import MaruError, PoolError, ServerUnavailableError
+from maru_core.finding import Finding, Found, part, pieces
+from maru_core.locations import Locations, RecentMatches
+from maru_core.mover import Buffers, slot_checksums
+from maru_core.protocol import HASH_BYTES, MAX_BATCH, NO_SLOT, CommitStatus, Hold, ReserveStatus, Want
+from maru_core.rdma import TransferError
+from maru_core.reach import Reach, Reached
+from maru_core.session import Session
+
+log = logging.getLogger("maru.store")
+
+BoolArray = npt.NDArray[np.bool_]
+U64Array = npt.NDArray[np.uint64]
+
+#: How long a put waits for another session that is writing the same page, or for room that is being made, seconds. Two
+#: servers that compute the same prompt at once meet here; what they wait for takes milliseconds.
+LATER_S: Final = 0.25
+
+
+class StoreLife(msgspec.Struct, frozen=True):
+    """What holds for one epoch of the session: replaced as a whole when the server restarts, never changed."""
+
+    epoch: int
+    namespace: int
+    lease_s: float
+    pools: Reached
+
+    @property
+    def reach(self) -> Reach:
+        """The first pool's that is reached: all that there is where the server has one."""
+        return self.pools.first
+
+
+class Transfers:
+    """Args:
+    session: may begin another life at any time; each request says which it belongs to.
+    count: adds to the figures of :class:`maru_core.store_config.StoreMetrics`.
+    populate: told which slots are about to be copied to or from.
+    checksums: every object carries one, and is believed only if it fits.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        count: Callable[..., None],
+        populate: Callable[[Reach, npt.NDArray[np.uint32]], None],
+        *,
+        checksums: bool,
+    ) -> None:
+        self._session = session
+        self._count = count
+        self._populate = populate
+        self._checksums = checksums
+        #: Where what was found last lies.
+        self.recent = RecentMatches()
+
+    # ------------------------------------------------------------ find
+
+    def find(self, life: StoreLife, wants: Mapping[str, Want], shard: int, hashes: bytes, hold: Hold | None) -> Found:
+        """How far a chain is there by the rules of each component; see :meth:`maru_core.store.Store.find`."""
+        count = len(hashes) // HASH_BYTES
+        components = list(wants)
+        rules = list(wants.values()) if any(want.rule for want in wants.values()) else []
+        finding = Finding(wants)
+        for start, stop in pieces(count, wants):
+            chunk = part(hashes, start, stop)
+            located = self._session.match(
+                life.namespace, components, shard, chunk, rules=rules, hold=hold, epoch=life.epoch
+            )
+            if located.pages:
+                known = part(chunk, 0, located.pages)
+                for column, component in enumerate(components):
+                    where = Locations.of(located, located.pages, column)
+                    self.recent.remember(life.epoch, component, shard, known, where)
+            if not finding.take(start, stop, located):
+                break
+        found = finding.found()
+        self._count(queried_pages=count, hit_pages=found.pages)
+        if found.pages < count and found.why:
+            self._count(**{f"lookup_{found.why.name.lower()}": count - found.pages})
+        return found
+
+    def locate(self, life: StoreLife, component: str, shard: int, hashes: bytes) -> Locations:
+        """Where each page lies that is there with all its shards."""
+        count = len(hashes) // HASH_BYTES
+        parts = []
+        for start in range(0, count, MAX_BATCH):
+            chunk = hashes[start * HASH_BYTES : (start + MAX_BATCH) * HASH_BYTES]
+            located = self._session.match(life.namespace, [component], shard, chunk, sparse=True, epoch=life.epoch)
+            parts.append(Locations.of(located, len(chunk) // HASH_BYTES))
+        return Locations.joined(parts)
+
+    # ------------------------------------------------------------ get
+
+    def get(self, life: StoreLife, component: str, shard: int, hashes: bytes, buffers: Buffers) -> BoolArray:
+        """Load one object per hash, from where it was found last if that still holds; True where it is proven."""
+        recalled = self.recent.recall(life.epoch, component, shard, hashes)
+        where = recalled if recalled is not None else self.locate(life, component, shard, hashes)
+        loaded = self._read(life, where, buffers)
+        if recalled is not None and not loaded.all():
+            # What was remembered has changed since: ask once for those pages.
+            again = np.flatnonzero(~loaded)
+            wanted = b"".join(hash_at(hashes, int(i)) for i in again)
+            where = self.locate(life, component, shard, wanted)
+            loaded[again] = self._read(life, where, buffers.select(again))
+            missing = self._missing(life, where, buffers.nbytes, loaded[again])
+        else:
+            missing = self._missing(life, where, buffers.nbytes, loaded)
+        count = int(loaded.sum())
+        self._count(loaded_pages=count, loaded_bytes=count * buffers.nbytes, **missing)
+        if count == len(loaded):
+            self._session.touch(life.namespace, hashes, epoch=life.epoch)
+        elif count:
+            self._session.touch(
+                life.namespace, b"".join(hash_at(hashes, int(i)) for i in np.flatnonzero(loaded)), epoch=life.epoch
+            )
+        return loaded
+
+    def _read(self, life: StoreLife, where: Locations, buffers: Buffers) -> BoolArray:
+        """Copy, then validate. The order is the whole point: a generation that still holds after the copy proves that the
+        slot belonged to the object all the while."""
+        wanted: BoolArray = (where.slots != NO_SLOT) & (where.lengths == buffers.nbytes)
+        if not wanted.any():
+            return wanted
+        if wanted.all():
+            chosen, target = where, buffers
+        else:
+            index = np.flatnonzero(wanted)
+            chosen = where[index]
+            target = buffers.select(index)
+        reach = life.pools.one(chosen.slots)
+        if reach is not None:
+            wanted[wanted] = self._read_from(reach, chosen, target)
+            return wanted
+        # Answers to several questions may be of several pools. One that is not reached is a contradiction, and a miss.
+        good = np.zeros(len(chosen.slots), bool)
+        for reach, some in life.pools.each(chosen.slots):
+            if reach is not None:
+                good[some] = self._read_from(reach, chosen[some], target.select(some))
+        wanted[wanted] = good
+        return wanted
+
+    def _read_from(self, reach: Reach, where: Locations, target: Buffers) -> BoolArray:
+        """Objects of one pool, all of the length that is wanted."""
+        self._populate(reach, where.slots)
+        reach.mover.load(where.offsets, target)
+        good = reach.view.valid_each(where.slots, where.generations)
+        if self._checksums:
+            good &= reach.mover.checksums(where.offsets, target) == where.checksums
+        return good
+
+    def read(self, life: StoreLife, component: str, shard: int, hashes: bytes, nbytes: int) -> Locations | None:
+        """Where all of ``hashes`` lie in one pool, each of ``nbytes`` bytes, or None (and the reasons are counted)."""
+        where = self.recent.recall(life.epoch, component, shard, hashes)
+        if where is None or not self._complete(where, nbytes) or not self._holds(life, where):
+            where = self.locate(life, component, shard, hashes)
+        if not self._complete(where, nbytes):
+            self._count(**self._missing(life, where, nbytes, (where.slots != NO_SLOT) & (where.lengths == nbytes)))
+            return None
+        reach = life.pools.one(where.slots)
+        if reach is None:
+            # The reader has one mover. So it is with long chains only, of which parts are found in other pools.
+            self._count(miss_error=len(where.slots))
+            return None
+        if self._checksums and reach.memory is None:
+            # What the reader copies is its own affair, and what is in the slots cannot be looked at from here.
+            self._count(miss_checksum=len(where.slots))
+            return None
+        self._populate(reach, where.slots)
+        return where
+
+    @staticmethod
+    def _holds(life: StoreLife, where: Locations) -> bool:
+        reach = life.pools.one(where.slots)
+        return reach is not None and reach.view.valid(where.slots, where.generations)
+
+    @staticmethod
+    def _complete(where: Locations, nbytes: int) -> bool:
+        return bool(((where.slots != NO_SLOT) & (where.lengths == nbytes)).all())
+
+    def finish(self, life: StoreLife, where: Locations, hashes: bytes, nbytes: int, *, landed: bool) -> bool:
+        """What :meth:`read` located was copied (``landed``), or the copy failed: whether every byte of it counts."""
+        if not landed:
+            self._count(miss_error=len(where.slots))
+            return False
+        good = np.ones(len(where.slots), bool)
+        reach = life.pools.one(where.slots)
+        assert reach is not None, "what was located in one pool"
+        if self._checksums:
+            assert reach.memory is not None, "see read"
+            good &= slot_checksums(reach.memory, where.offsets, nbytes) == where.checksums
+        good &= reach.view.valid_each(where.slots, where.generations)
+        count = int(good.sum())
+        self._count(loaded_pages=count, loaded_bytes=count * nbytes, **self._missing(life, where, nbytes, good))
+        if count == len(good):
+            self._session.touch(life.namespace, hashes, epoch=life.epoch)
+        return count == len(good)
+
+    def _missing(self, life: StoreLife, where: Locations, nbytes: int, loaded: BoolArray) -> dict[str, int]:
+        """Why pages were not loaded. Counted after the fact, so that the way of a hit stays short."""
+        if loaded.all():
+            return {}
+        lost = ~loaded
+        absent = where.slots == NO_SLOT
+        length = ~absent & (where.lengths != nbytes)
+        rest = lost & ~absent & ~length
+        stale = np.zeros(len(lost), bool)
+        slots, generations = where.slots[rest], where.generations[rest]
+        gone = np.zeros(len(slots), bool)
+        for reach, some in life.pools.each(slots):
+            gone[some] = reach is None or ~reach.view.valid_each(slots[some], generations[some])
+        stale[rest] = gone
+        return {
+            "miss_not_stored": int(absent.sum()),
+            "miss_length": int(length.sum()),
+            "miss_evicted": int(stale.sum()),
+            "miss_checksum": int((rest & ~stale).sum()),
+        }
+
+    # ------------------------------------------------------------ put
+
+    def put(
+        self,
+        life: StoreLife,
+        component: str,
+        shard: int,
+        world: int,
+        parent: bytes,
+        hashes: bytes,
+        buffers: Buffers,
+    ) -> BoolArray:
+        """Store one object per hash, at most a batch; waits a little for pages that another session writes, and for room."""
+        count = len(hashes) // HASH_BYTES
+        stored = np.zeros(count, bool)
+        over_quota = np.zeros(
+            count, bool
+        )  # the tenant's own pages could not make room, and will not soon: not tried again
+        first, last = 0, count  # the span still to be stored
+        deadline = time.monotonic() + LATER_S
+        pause = 0.002
+        while True:
+            before = parent if first == 0 else hash_at(hashes, first - 1)
+            chunk = hashes[first * HASH_BYTES : last * HASH_BYTES]
+            part = buffers if last - first == count else buffers.select(slice(first, last))
+            status = self._put_once(life, component, shard, world, before, chunk, part, stored[first:last])
+            over_quota[first:last] = status == ReserveStatus.QUOTA
+            later = np.flatnonzero((status == ReserveStatus.BUSY) | (status == ReserveStatus.NO_ROOM))
+            if not len(later):
+                break
+            if time.monotonic() >= deadline:
+                self._count(
+                    refused_busy=int((status == ReserveStatus.BUSY).sum()),
+                    refused_no_room=int((status == ReserveStatus.NO_ROOM).sum()),
+                )
+                break
+            # Another session is writing these very pages and is about to commit, or to die; or room is being made.
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+            first, last = first + int(later[0]), first + int(later[-1]) + 1
+        if over_quota.any():
+            self._count(refused_quota=int(over_quota.sum()))
+        return stored
+
+    def _put_once(
+        self,
+        life: StoreLife,
+        component: str,
+        shard: int,
+        world: int,
+        parent: bytes,
+        hashes: bytes,
+        buffers: Buffers,
+        stored: BoolArray,
+    ) -> npt.NDArray[np.uint8]:
+        """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status for each page."""
+        asked = time.monotonic()
+        reserved = self._session.reserve(
+            life.namespace, component, shard, world, parent, hashes, buffers.nbytes, epoch=life.epoch
+        )
+        status = np.frombuffer(reserved.status, np.uint8)
+        if len(status) != len(stored):
+            raise MaruError(f"the server answered for {len(status)} of {len(stored)} pages")
+        exists = status == ReserveStatus.EXISTS
+        fresh = ~stored & exists
+        stored[exists] = True
+        mine = np.flatnonzero(status == ReserveStatus.RESERVED)
+        self._count(
+            existing_pages=int(fresh.sum()),
+            refused_conflict=int((status == ReserveStatus.CONFLICT).sum()),
+        )
+        if not len(mine):
+            return status
+        slots = np.frombuffer(reserved.slots, "<u4")
+        offsets = np.frombuffer(reserved.offsets, "<u8")
+        generations = np.frombuffer(reserved.generations, "<u8")
+        part = buffers
+        if len(mine) != len(status):
+            slots, offsets, generations = slots[mine], offsets[mine], generations[mine]
+            part = buffers.select(mine)
+        packed = slots.tobytes(), generations.tobytes()
+        try:
+            if life.epoch != self._session.epoch or time.monotonic() - asked > life.lease_s / 2:
+                # The slots may already be someone else's, or be about to: do not write into them.
+                raise ServerUnavailableError("the reservation grew old before the copy began")
+            reach = life.pools.one(slots)
+            if reach is None:
+                raise PoolError(
+                    "the server gave slots of a pool that this client does not reach: use the same release on both sides"
+                )
+            self._populate(reach, slots)
+            reach.mover.store(offsets, part)
+            sums = reach.mover.checksums(offsets, part).tobytes() if self._checksums else b""
+        except BaseException as error:
+            # Nobody knows what still lands in slots that were being written over a network: they are not given back, and end in quarantine.
+            if not (isinstance(error, TransferError) and error.wrote):
+                self._release(life, *packed)
+            raise
+        done = self._commit(life, packed, sums, len(mine))
+        stored[mine[done]] = True
+        good = int(done.sum())
+        self._count(stored_pages=good, stored_bytes=good * buffers.nbytes, refused_lost=len(mine) - good)
+        return status
+
+    def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes, count: int) -> BoolArray:
+        """An answer that is missing is no answer: the session repeats the commit later, but here it counts as not stored."""
+        committed = self._session.commit(*packed, sums, epoch=life.epoch)
+        status = np.frombuffer(committed.status, np.uint8)
+        if len(status) != count:
+            raise MaruError(f"the server answered for {len(status)} of {count} commits")
+        return np.asarray(status == CommitStatus.COMMITTED)
+
+    def _release(self, life: StoreLife, slots: bytes, generations: bytes) -> None:
+        try:
+            self._session.release(slots, generations, epoch=life.epoch)
+        except MaruError as error:
+            log.debug("reservations were not given back (%s): they return with the session", error)
+
+
+def hash_at(hashes: bytes, index: int) -> bytes:
+    """One of some packed page hashes."""
+    return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]

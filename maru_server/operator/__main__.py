@@ -1,0 +1,5 @@
+"""``python -m maru_server.operator``."""
+
+from maru_server.operator.cli import main
+
+main()
