@@ -1,10 +1,11 @@
-"""Entry point ``sglang.srt.plugins``: makes ``maru`` a storage backend that stock SGLang accepts.
+"""Entry point ``sglang.srt.plugins``: makes ``maru`` a storage backend, and a linker backend, that stock SGLang accepts.
 
 SGLang calls :func:`register` once in each of its processes, before it parses arguments. It registers the *name*
 ``maru`` (rather than rewriting it to ``dynamic``), so that ``/server_info``, metrics and logs say what the user asked
 for. What it needs of SGLang (:data:`SEAMS`), and what it does there, only ever for the backend ``maru``:
 
-- the command line accepts ``--hicache-storage-backend maru``;
+- the command line accepts ``--hicache-storage-backend maru``, and ``--unified-cache-external-linker-backend maru``, of which
+  :mod:`maru_sglang.plugin_linker` does the rest;
 - arguments and attach requests are checked early: the extra config, and that chains are passed;
 - the backend is built by :class:`maru_sglang.storage.backend.MaruHiCacheStorage` from the host pool;
 - pages move by the zero-copy calls;
@@ -22,8 +23,10 @@ import inspect
 import json
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, get_args, get_origin
+
+from maru_sglang import plugin_linker
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ _FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _CREATE_BUILTIN = f"{_FACTORY}._create_builtin_backend"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _ATTACH_CONTROLLER = f"{_CONTROLLER}.attach_storage_backend"
+_ATTACH_HYBRID = (
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend"
+)
 _ATTACHMENT = "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment"
 _ATTACH = f"{_ATTACHMENT}.attach"
 _APPLY = f"{_ATTACHMENT}.apply_runtime_config"
@@ -58,6 +64,7 @@ SEAMS: Final[dict[str, tuple[str, ...]]] = {
     f"{_FACTORY}.register_backend": ("name", "module_path", "class_name"),
     _CREATE_BUILTIN: ("backend_name", "backend_class", "storage_config", "mem_pool_host"),
     _ATTACH_CONTROLLER: ("storage_backend",),
+    _ATTACH_HYBRID: ("storage_backend", "host_pools"),
     f"{_CONTROLLER}._page_get_zero_copy": ("hash_values", "host_indices", "extra_info"),
     f"{_CONTROLLER}._page_set_zero_copy": ("hash_values", "host_indices", "extra_info"),
     _ATTACH: ("storage_backend", "storage_backend_extra_config_json"),
@@ -71,37 +78,51 @@ class SeamMissingError(RuntimeError):
 
 
 _problems: list[str] = []
+_linker_problems: list[str] = []
 _weights_replaced = False
 
 
 def register() -> None:
     """Called by SGLang once in each process. Never raises for a user who did not ask for ``maru``."""
     _problems[:] = missing_seams()
-    essential = any(problem.startswith((_ARGUMENTS, _HANDLE_HICACHE)) for problem in _problems)
-    if essential or not _accept_name():
-        # Without these two no later check could speak up: SGLang will only say that the name is unknown.
-        logger.error("the storage backend %r is not available: %s", BACKEND, _problem_text())
-        return
+    _linker_problems[:] = missing_seams(plugin_linker.SEAMS)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_HANDLE_HICACHE, _check_arguments, HookType.BEFORE)
-    if _problems:
+    essential = (_ARGUMENTS, _HANDLE_HICACHE, plugin_linker.FIRST_STEP)
+    if any(problem.startswith(essential) for problem in (*_problems, *_linker_problems)) or not (
+        _accept_name("hicache_storage_backend") and _accept_name("unified_cache_external_linker_backend")
+    ):
+        # Without these no later check could speak up: SGLang will only say that the name is unknown.
+        logger.error(
+            "%r is not available, neither as storage nor as linker backend: %s", BACKEND, _problem_text(_problems)
+        )
         return
+    HookRegistry.register(plugin_linker.FIRST_STEP, _turn_linker_on, HookType.BEFORE)
+    HookRegistry.register(_HANDLE_HICACHE, _check_arguments, HookType.BEFORE)
+    if not _problems:
+        _register_storage(HookRegistry.register, HookType)
+    if not _linker_problems:
+        plugin_linker.register(HookRegistry.register, HookType)
+    if not _problems or not _linker_problems:
+        for target in _WEIGHT_UPDATES:
+            HookRegistry.register(target, _around_weight_update, HookType.AROUND)
+
+
+def _register_storage(register: Callable[..., None], kinds: Any) -> None:
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
     StorageBackendFactory.register_backend(BACKEND, "maru_sglang.storage.backend", "MaruHiCacheStorage")
-    HookRegistry.register(_CREATE_BUILTIN, _create, HookType.AROUND)
-    HookRegistry.register(_ATTACH_CONTROLLER, _use_zero_copy, HookType.AFTER)
-    HookRegistry.register(_ATTACH, _check_attach, HookType.BEFORE)
-    HookRegistry.register(_APPLY, _pass_chains, HookType.BEFORE)
-    for target in _WEIGHT_UPDATES:
-        HookRegistry.register(target, _around_weight_update, HookType.AROUND)
+    register(_CREATE_BUILTIN, _create, kinds.AROUND)
+    register(_ATTACH_CONTROLLER, _use_zero_copy, kinds.AFTER)
+    register(_ATTACH_HYBRID, _attach_or_not, kinds.AROUND)
+    register(_ATTACH, _check_attach, kinds.BEFORE)
+    register(_APPLY, _pass_chains, kinds.BEFORE)
 
 
-def missing_seams() -> list[str]:
-    """What this SGLang lacks of :data:`SEAMS`, in words; empty on a version that fits."""
+def missing_seams(seams: Mapping[str, tuple[str, ...]] = SEAMS) -> list[str]:
+    """What this SGLang lacks of ``seams``, in words; empty on a version that fits."""
     problems = []
-    for target, parameters in SEAMS.items():
+    for target, parameters in seams.items():
         try:
             found = pkgutil.resolve_name(target)
         except (ImportError, AttributeError) as error:
@@ -115,9 +136,9 @@ def missing_seams() -> list[str]:
     return problems
 
 
-def _problem_text() -> str:
+def _problem_text(problems: list[str]) -> str:
     return (
-        f"this SGLang ({_sglang_version()}) lacks {'; '.join(_problems) or 'the choices of --hicache-storage-backend'}. "
+        f"this SGLang ({_sglang_version()}) lacks {'; '.join(problems) or 'the choices of its backends'}. "
         f"Maru's plugin was tested with SGLang {', '.join(TESTED_VERSIONS)}: install that, or a Maru made for yours"
     )
 
@@ -131,8 +152,8 @@ def _sglang_version() -> str:
         return "of unknown version"
 
 
-def _accept_name() -> bool:
-    """Add ``maru`` to the choices of ``--hicache-storage-backend``; False if there is no such list.
+def _accept_name(field: str) -> bool:
+    """Add ``maru`` to the choices of an argument; False if there is no such list.
 
     The list is the ``choices`` of the ``Arg`` in the annotation of ``ServerArgs``; the command line is built from it.
     """
@@ -140,7 +161,7 @@ def _accept_name() -> bool:
 
     from sglang.srt.server_args import ServerArgs
 
-    hint = get_type_hints(ServerArgs, include_extras=True).get("hicache_storage_backend")
+    hint = get_type_hints(ServerArgs, include_extras=True).get(field)
     for part in get_args(hint) if get_origin(hint) is not None else ():
         choices = getattr(part, "choices", None)
         if isinstance(choices, list):
@@ -158,12 +179,24 @@ def _check_arguments(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(server_args)
+    if view.unified_cache_external_linker_backend == BACKEND:
+        _require_seams(_linker_problems)
+        plugin_linker.check_arguments(view)
     if view.hicache_storage_backend != BACKEND:
         return
-    _require_seams()
+    _require_seams(_problems)
     if not view.enable_hierarchical_cache:
         raise ValueError(f"--hicache-storage-backend {BACKEND} needs --enable-hierarchical-cache: add it")
     _check_config(view.hicache_storage_backend_extra_config)
+
+
+def _turn_linker_on(server_args: Any) -> None:
+    """Before SGLang resolves anything of its caches: naming the linker backend is enough."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if view.unified_cache_external_linker_backend == BACKEND and not view.enable_unified_cache_external_linker:
+        declare_resolution(server_args, "maru", enable_unified_cache_external_linker=True)
 
 
 def _check_attach(
@@ -172,7 +205,7 @@ def _check_attach(
     """Before a runtime attach; what is raised here becomes the answer to the HTTP request."""
     if storage_backend != BACKEND:
         return
-    _require_seams()
+    _require_seams(_problems)
     if _weights_replaced:
         raise ValueError(
             "the weights of this server were replaced at run time, so Maru cannot tell which weights its KV belongs to: "
@@ -181,9 +214,9 @@ def _check_attach(
     _check_config(storage_backend_extra_config_json)
 
 
-def _require_seams() -> None:
-    if _problems:
-        raise SeamMissingError(_problem_text())
+def _require_seams(problems: list[str]) -> None:
+    if problems:
+        raise SeamMissingError(_problem_text(problems))
     version = _sglang_version()
     if version not in TESTED_VERSIONS:
         logger.warning(
@@ -262,6 +295,18 @@ def _use_zero_copy(result: Any, self: Any, storage_backend: str, *args: Any, **k
         self.page_set_func = self._page_set_zero_copy
 
 
+def _attach_or_not(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A refusal when the last pools are registered comes after SGLang has started its storage threads: take that back too."""
+    attached = self.enable_storage
+    try:
+        return original(self, *args, **kwargs)
+    except Exception:
+        name = kwargs["storage_backend"] if "storage_backend" in kwargs else args[0]
+        if name == BACKEND and self.enable_storage and not attached:
+            self.detach_storage_backend()
+        raise
+
+
 def _pass_chains(self: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Start-up and runtime attach both publish their settings here; ``self`` and keywords only."""
     if kwargs.get("storage_backend") != BACKEND:
@@ -273,12 +318,17 @@ def _around_weight_update(original: Callable[..., Any], self: Any, recv_req: Any
     """Tell the backend before its namespace becomes wrong, so that nothing computed with new weights is stored in it."""
     global _weights_replaced
     name = original.__name__
+    linker = plugin_linker.linker_of(self)
+    if linker is not None and name == "release_memory_occupation":
+        linker.quiesce()  # the KV pools may be unmapped before SGLang empties its cache
     harmless = name in _IN_SESSION_ONLY and getattr(self, "_session", None) is None
     if name == "release_memory_occupation" and recv_req.tags:
         harmless = "weights" not in recv_req.tags  # no tags: everything
     if not harmless:
         _weights_replaced = True
         _notify_backend(self)
+        if linker is not None:
+            linker.weights_changed()
     return original(self, recv_req, *args, **kwargs)
 
 

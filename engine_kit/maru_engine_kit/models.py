@@ -12,7 +12,10 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from maru_engine_kit.shapes import SHAPES, write_shape
 
 _DONE_MARK = "maru_engine_kit.json"
 
@@ -31,9 +34,11 @@ class ModelSize:
 
 
 #: ``tiny`` has some 0.3 M parameters and is for tests; ``demo`` has some 78 M, so that a prefill takes long enough
-#: on a CPU for a time to first token to mean something.
+#: on a CPU for a time to first token to mean something. ``wide`` is ``tiny`` with heads of 32, the least that vLLM's CPU
+#: attention takes.
 SIZES = {
     "tiny": ModelSize(layers=4, hidden=64, intermediate=192, heads=4, kv_heads=2),
+    "wide": ModelSize(layers=4, hidden=128, intermediate=256, heads=4, kv_heads=2),
     "demo": ModelSize(layers=12, hidden=704, intermediate=2112, heads=11, kv_heads=11),
 }
 
@@ -54,6 +59,23 @@ def make_llama(folder: Path, *, size: str = "tiny", seed: int = 0) -> Path:
     if size not in SIZES:
         raise ValueError(f"no model size {size!r}: choose one of {sorted(SIZES)}")
     mark = {"size": size, "seed": seed, "shape": dataclasses.asdict(SIZES[size]), "recipe": 1}
+    return _make(folder, mark, lambda scratch: _write_model(scratch, SIZES[size], seed), SIZES[size])
+
+
+def make_shape(folder: Path, shape: str, *, seed: int = 0) -> Path:
+    """Write a tiny model of another shape (:data:`maru_engine_kit.shapes.SHAPES`), as :func:`make_llama` does.
+
+    Raises:
+        ValueError: an unknown shape.
+        FileExistsError: the folder holds something else.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"no model shape {shape!r}: choose one of {sorted(SHAPES)}")
+    mark = {"shape": shape, "seed": seed, "recipe": 1}
+    return _make(folder, mark, lambda scratch: write_shape(scratch, shape, seed), SIZES["tiny"])
+
+
+def _make(folder: Path, mark: dict[str, object], write: Callable[[Path], None], size: ModelSize) -> Path:
     done = folder / _DONE_MARK
     if done.exists() and json.loads(done.read_text()) == mark:
         return folder
@@ -63,8 +85,8 @@ def make_llama(folder: Path, *, size: str = "tiny", seed: int = 0) -> Path:
     scratch = folder.with_name(f"{folder.name}.new.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    _write_model(scratch, SIZES[size], seed)
-    _write_tokenizer(scratch, SIZES[size])
+    write(scratch)
+    _write_tokenizer(scratch, size)
     (scratch / _DONE_MARK).write_text(json.dumps(mark, indent=1))
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)

@@ -3,6 +3,10 @@
 - the ``transfer_kv_*`` operations, which SGLang imports only for CUDA, HIP and XPU;
 - host pools without pinned memory, which needs a CUDA runtime;
 - ``torch.cpu.Stream.synchronize``, which torch does not have;
+- the short convolution of models with states, which SGLang has as GPU kernels;
+- sliding windows that ``torch_native`` attention reads where they are: SGLang 0.5.23 writes them by the indices of their own pool
+  and reads them by those of the other;
+- latent attention in the one form that ``torch_native`` attention computes rightly (:mod:`maru_engine_kit.latent`);
 - page hashes in Python where SGLang's extension cannot be compiled.
 """
 
@@ -13,12 +17,24 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from maru_engine_kit.convolution import causal_conv1d_fn, causal_conv1d_update
 from maru_engine_kit.imports import has_accelerator
+from maru_engine_kit.latent import absorb_on_import
 from maru_engine_kit.prepare import add_environment_to_path, page_hash_module
 from maru_engine_kit.transfer import OPERATIONS
 
 logger = logging.getLogger(__name__)
 
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+#: The base of all host pools, and those that do not call it.
+_POOLS = (
+    "pool_host.base.HostKVCache",
+    "pool_host.mamba.MambaPoolHost",
+    "pool_host.dsa.DSAIndexerPoolHost",
+    "pool_host.mha.MHATokenToKOnlyPoolHost",
+    "memory_pool_host.DeepSeekV4PagedHostPool",
+    "memory_pool_host.DeepSeekV4StateHostPool",
+)
 _POOL_MODULES = ("mha", "mla", "dsa", "mamba", "unified")
 
 
@@ -28,13 +44,25 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinning, HookType.AROUND)
+    for pool in _POOLS:
+        HookRegistry.register(f"sglang.srt.mem_cache.{pool}.__init__", _without_pinning, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module", page_hash_module, HookType.AROUND
     )
+    for step in ("extend", "decode"):
+        HookRegistry.register(f"{_ATTENTION}._run_sdpa_forward_{step}", _by_their_own_indices, HookType.AROUND)
     add_environment_to_path()
     provide_transfers()
     provide_stream_synchronize()
+    provide_convolution()
+    absorb_on_import()
+
+
+def provide_convolution() -> None:
+    """Put the plain-torch convolution where models with states take it from, before one of them is imported."""
+    module = importlib.import_module("sglang.srt.layers.attention.mamba.causal_conv1d")
+    for function in (causal_conv1d_fn, causal_conv1d_update):
+        setattr(module, function.__name__, function)
 
 
 def provide_transfers() -> None:
@@ -57,3 +85,20 @@ def provide_stream_synchronize() -> None:
 def _without_pinning(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     kwargs["pin_memory"] = False
     original(self, *args, **kwargs)
+
+
+def _by_their_own_indices(
+    original: Callable[..., Any],
+    self: Any,
+    query: Any,
+    output: Any,
+    k: Any,
+    v: Any,
+    req_to_token: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if self.use_sliding_window_kv_pool and kwargs.get("sliding_window_size") is not None:
+        # Outside the window there is no index; what is read there is masked.
+        req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token).clamp(min=0)
+    return original(self, query, output, k, v, req_to_token, *args, **kwargs)

@@ -155,6 +155,34 @@ def transfer_kv_all_layer_lf_pf(
         transfer_kv_all_layer_mla_lf_pf(layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
 
 
+def transfer_kv_mamba_pf_lf(
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    **_: object,
+) -> None:
+    """One layer of states."""
+    transfer_kv_per_layer_mla_pf_lf(src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim)
+
+
+def transfer_kv_mamba_lf_pf(
+    src_ptrs: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    **_: object,
+) -> None:
+    """All layers of states."""
+    transfer_kv_all_layer_mla_lf_pf(src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
+
+
 def _heads(pool: Tensor, page_size: int, head_num: int, item_size: int, layout_dim: int) -> Tensor:
     """A ``page_head`` pool as ``(pages, heads, page_size, layers, bytes of one head)``."""
     return pool.view(torch.uint8).view(-1, head_num, page_size, layout_dim // item_size, item_size // head_num)

@@ -22,22 +22,23 @@ How SGLang 0.5.23 keeps requests apart, which decides what the record must add:
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from maru_core.canonical import dtype_name, json_digest, meaningful, text_digest
 from maru_core.errors import ConfigError
 from maru_core.namespace import Namespace
-from maru_sglang.radix.weights import file_digest, locate_model, weights_digest
+from maru_core.weights import file_digest, locate_model, weights_digest
+from maru_sglang.radix.pool_facts import PoolFacts
 
 if TYPE_CHECKING:
     import torch
 
 #: The component under which SGLang's KV pool is stored.
 KV: Final = "kv"
+_MODEL_PATH: Final = "--model-path"
 
 #: Server arguments (by runtime_context namespace) that change the KV a model computes and are not in its configuration
 #: or its weights. Only numerics of kernels (attention backends, MoE runners) are left out: they round differently,
@@ -85,8 +86,6 @@ _LOAD_FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
     "runai_streamer": (".safetensors",),
     "sharded_state": (".safetensors",),
 }
-#: Parts of a model configuration that say where it came from, not what it computes.
-_PROVENANCE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +106,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     layout: str  # order of the bytes in a page
     device_layout: str  # how SGLang arranges heads within a token: "nhd"
+    side_pools: str  # what the pages of further pools depend on, "" where there are none
     stages: tuple[tuple[int, int], ...]  # layers [start, end) of every pipeline stage
     cached_layers: int  # layers in this pool, of all stages' pools alike if there is one stage
     packed_draft_layers: int  # draft layers in the same pool
@@ -135,7 +135,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
             page_tokens=self.page_tokens,
             layers=layers,
             heads=self.heads,
-            layout=f"{self.layout}/{self.device_layout}/{self.pool}",
+            layout=f"{self.layout}/{self.device_layout}/{self.pool} {self.side_pools}".rstrip(),
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             context_parallel=self.context_parallel,
@@ -154,30 +154,38 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     component: str  # what this rank stores: "kv", or "kv.2" for pipeline stage 2
     components: tuple[str, ...]  # what a page needs to be whole
-    shard: int
+    shard: int  # the first one of this rank
     world: int
     writer: bool
+    parts: int = 1  # shards of this rank, one after the other: more than one where fewer ranks share with more
 
     @staticmethod
     def of(config: Any) -> Placement:
         """Placement by a ``HiCacheStorageConfig``."""
         stages = config.pp_size
         components = (KV,) if stages == 1 else tuple(f"{KV}.{stage}" for stage in range(stages))
+        parts = config.tp_lcm_size // config.tp_size if config.should_split_heads else 1
         return Placement(
             component=components[config.pp_rank],
             components=components,
-            shard=0 if config.is_mla_model else config.tp_rank,
-            world=1 if config.is_mla_model else config.tp_size,
+            shard=0 if config.is_mla_model else config.tp_rank * parts,
+            world=1 if config.is_mla_model else config.tp_size * parts,
             writer=bool(config.is_storage_writer),
+            parts=parts,
         )
 
+    @staticmethod
+    def side(name: str, shard: int, world: int, writer: bool, parts: int) -> Placement:
+        """Of a pool beside the KV pool, which is a component of its own."""
+        return Placement(component=name, components=(name,), shard=shard, world=world, writer=writer, parts=parts)
 
-def collect(storage_config: Any, pool: Any) -> EngineFacts:
+
+def collect(storage_config: Any, pool: PoolFacts) -> EngineFacts:
     """What this process runs with.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``.
-        pool: the host pool of the KV component.
+        pool: the pool of the KV component, and all that belongs to its pages.
     Raises:
         ConfigError: something that changes the bytes cannot be established, or is not supported yet.
     """
@@ -191,25 +199,26 @@ def collect(storage_config: Any, pool: Any) -> EngineFacts:
         version=str(version),
         hash_probe=_hash_probe(),
         architecture=str((model.hf_config.architectures or ["?"])[0]),
-        config=_json_digest(_meaningful(model.hf_config.to_dict())),
+        config=json_digest(meaningful(model.hf_config.to_dict())),
         weights=_weights(arguments),
-        model_dtype=_model_dtype(str(arguments.get("model", "dtype")), _dtype_name(model.dtype)),
+        model_dtype=_model_dtype(str(arguments.get("model", "dtype")), dtype_name(model.dtype)),
         quantization=_quantization(arguments, model),
         kv_scales=_kv_scales(arguments),
-        arguments=_json_digest(
+        arguments=json_digest(
             {f"{part}.{name}": arguments.get(part, name) for part, names in _ARGUMENTS.items() for name in names}
         ),
         adapters=_adapters(arguments),
-        kv_dtype=logical_kv_dtype(str(arguments.get("model", "kv_cache_dtype")), pool.dtype),
-        pool=type(pool).__name__,
-        page_tokens=int(pool.page_size),
-        layout=str(pool.layout),
-        device_layout=_device_layout(pool),
+        kv_dtype=logical_kv_dtype(str(arguments.get("model", "kv_cache_dtype")), pool.stored),
+        pool=pool.pool,
+        page_tokens=pool.page_tokens,
+        layout=pool.layout,
+        device_layout=pool.device_layout,
+        side_pools=pool.sides,
         stages=_stages(storage_config, pool, int(model.num_hidden_layers)),
-        cached_layers=int(pool.target_layer_num) if storage_config.pp_size == 1 else 0,
-        packed_draft_layers=int(pool.layer_num) - int(pool.target_layer_num),
-        heads=_heads(pool),
-        tensor_parallel=int(storage_config.tp_size),
+        cached_layers=pool.target_layers if storage_config.pp_size == 1 else 0,
+        packed_draft_layers=pool.draft_layers,
+        heads=_shared_heads(storage_config, pool),
+        tensor_parallel=int(storage_config.tp_lcm_size or storage_config.tp_size),
         pipeline_parallel=int(storage_config.pp_size),
         context_parallel=int(storage_config.attn_cp_size),
         data_parallel=int(get_parallel().attn_dp_size),
@@ -226,7 +235,7 @@ def logical_kv_dtype(argument: str, stored: torch.dtype) -> str:
     Raises:
         ConfigError: the two contradict each other, or the format cannot be told.
     """
-    name = _dtype_name(stored)
+    name = dtype_name(stored)
     plain = {"bf16": "bfloat16", "bfloat16": "bfloat16"}
     if argument == "auto" and stored.is_floating_point:
         return _FLOAT8.get(name, name)
@@ -258,27 +267,42 @@ def _fp8_variant() -> str:
     """ "fnuz" on AMD GPUs whose FP8 has another exponent bias and no negative zero, else nothing."""
     from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
 
-    return "fnuz" if _dtype_name(fp8_dtype).endswith("fnuz") else ""
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    return "fnuz" if dtype_name(fp8_dtype).endswith("fnuz") else ""
 
 
 def _refuse_unsupported_shapes(config: Any) -> None:
     refused = {
         "context-parallel attention (attn_cp_size)": (config.attn_cp_size, 1, "run with --attn-cp-size 1"),
         "decode context parallelism (dcp_size)": (config.dcp_size, 1, "run with --dcp-size 1"),
-        "pages shared between different tensor-parallel sizes (tp_lcm_size)": (
-            config.tp_lcm_size,
-            None,
-            "leave tp_lcm_size out of --hicache-storage-backend-extra-config",
-        ),
-        "split heads (should_split_heads)": (bool(config.should_split_heads), False, "leave tp_lcm_size out"),
     }
     for what, (value, supported, cure) in refused.items():
         if value != supported:
             raise ConfigError(f"{what} is {value}: Maru does not support that yet: {cure}")
+
+
+def _shared_heads(config: Any, pool: PoolFacts) -> str:
+    """Heads of one shard as it is stored. With ``tp_lcm_size`` the shards are those of that many ranks, so that servers of
+    different tensor-parallel sizes have the same; where the KV is the same on all ranks there is nothing to divide.
+
+    Raises:
+        ConfigError: the heads of this rank cannot be divided so.
+    """
+    if config.tp_lcm_size is None or config.is_mla_model or config.tp_lcm_size == config.tp_size:
+        return pool.heads
+    cure = "or leave tp_lcm_size out of --hicache-storage-backend-extra-config"
+    if not config.should_split_heads:
+        raise ConfigError(
+            f"tp_lcm_size is {config.tp_lcm_size} with tensor parallel {config.tp_size} and layout {pool.layout}: only pages with the "
+            f"heads outermost can be divided: use --hicache-mem-layout page_head, {cure}"
+        )
+    parts = config.tp_lcm_size // config.tp_size
+    count, _, rest = pool.heads.removeprefix("kv").partition("x")
+    if int(count) % parts:
+        raise ConfigError(
+            f"tp_lcm_size is {config.tp_lcm_size} with tensor parallel {config.tp_size}, but this rank's {count} heads cannot be "
+            f"divided by {parts}: give a tp_lcm_size that does not exceed the model's KV heads, {cure}"
+        )
+    return f"kv{int(count) // parts}x{rest}"
 
 
 class _Arguments:
@@ -348,7 +372,7 @@ def _hash_probe() -> str:
             "this SGLang does not put LoRA adapter and cache salt into its page hashes, so Maru cannot keep requests apart: "
             "use SGLang 0.5.23"
         )
-    return _text_digest("".join((plain, adapter, salted, both, last("a", "a", is_bigram=True))))[:16]
+    return text_digest("".join((plain, adapter, salted, both, last("a", "a", is_bigram=True))))[:16]
 
 
 def _weights(arguments: _Arguments) -> str:
@@ -379,7 +403,8 @@ def _weights_at(path: str, revision: str | None, cache: str | None, load_format:
         raise ConfigError(
             f"--load-format is {load_format}: Maru cannot tell which weights run then: use one of {', '.join(_LOAD_FORMATS)}"
         )
-    return weights_digest(locate_model(path, revision, cache), suffixes=_LOAD_FORMATS[load_format], code=code)[:32]
+    where = locate_model(path, revision, cache, option=_MODEL_PATH)
+    return weights_digest(where, option=_MODEL_PATH, suffixes=_LOAD_FORMATS[load_format], code=code)[:32]
 
 
 def _dummy_weights(arguments: _Arguments) -> str:
@@ -388,7 +413,7 @@ def _dummy_weights(arguments: _Arguments) -> str:
     import torch
 
     seed = arguments.record.random_seed
-    return f"dummy/{_text_digest(f'{seed} {torch.__version__} {_device_name(arguments)}')[:16]}"
+    return f"dummy/{text_digest(f'{seed} {torch.__version__} {_device_name(arguments)}')[:16]}"
 
 
 def _device_name(arguments: _Arguments) -> str:
@@ -423,11 +448,12 @@ def _adapters(arguments: _Arguments) -> str:
         name, path = getattr(ref, "lora_name", None), getattr(ref, "lora_path", None)
         if not name or not path:
             raise ConfigError(f"--lora-paths has an entry {ref!r} without name or path: give name=path")
-        known.append((str(name), weights_digest(locate_model(str(path), None, None))))
+        where = locate_model(str(path), None, None, option="--lora-paths")
+        known.append((str(name), weights_digest(where, option="--lora-paths")))
     settings = {
         name: arguments.get("lora", name) for name in ("max_lora_rank", "lora_target_modules", "lora_strict_loading")
     }
-    return f"lora={_json_digest({'adapters': sorted(known), 'settings': settings})}"
+    return f"lora={json_digest({'adapters': sorted(known), 'settings': settings})}"
 
 
 def _draft(arguments: _Arguments) -> str:
@@ -454,75 +480,21 @@ def _draft(arguments: _Arguments) -> str:
                 facts[name] = _dummy_weights(arguments)
             else:
                 facts[name] = _weights_at(str(value), revision, cache, str(load_format), code=False)
-    return f"{algorithm} {_json_digest(facts)}"
+    return f"{algorithm} {json_digest(facts)}"
 
 
-def _device_layout(pool: Any) -> str:
-    infos = getattr(pool, "_buffer_infos", None)
-    return str(infos[0].buffers.layout.value) if infos else "rows"
-
-
-def _heads(pool: Any) -> str:
-    if hasattr(pool, "kv_lora_rank"):
-        packed = "p" if getattr(pool, "dsa_kv_cache_store_fp8", False) else ""
-        return f"mla{pool.kv_lora_rank}+{pool.qk_rope_head_dim}={pool.kv_cache_dim}{packed}"
-    if pool.head_dim != pool.v_head_dim:
-        return f"kv{pool.head_num}x{pool.head_dim}/{pool.v_head_dim}"
-    return f"kv{pool.head_num}x{pool.head_dim}"
-
-
-def _stages(config: Any, pool: Any, model_layers: int) -> tuple[tuple[int, int], ...]:
+def _stages(config: Any, pool: PoolFacts, model_layers: int) -> tuple[tuple[int, int], ...]:
     """Layers of every pipeline stage, the same on all ranks; this rank's own come from its pool."""
-    own = int(pool.start_layer), int(pool.end_layer)
+    own = pool.start_layer, pool.end_layer
     if config.pp_size == 1:
         return (own,)
     from sglang.srt.distributed.utils import get_pp_indices
 
     stages = tuple(get_pp_indices(model_layers, rank, config.pp_size) for rank in range(config.pp_size))
-    if stages[config.pp_rank] != own or pool.target_layer_num != own[1] - own[0]:
+    if stages[config.pp_rank] != own or pool.target_layers != own[1] - own[0]:
         raise ConfigError(
-            f"pipeline stage {config.pp_rank} caches layers {own[0]}:{own[1]} ({pool.target_layer_num} of them), where SGLang's own "
+            f"pipeline stage {config.pp_rank} caches layers {own[0]}:{own[1]} ({pool.target_layers} of them), where SGLang's own "
             f"division of {model_layers} layers over {config.pp_size} stages gives {stages[config.pp_rank]}: this model's stages are "
             "not supported, use --pp-size 1"
         )
     return stages
-
-
-def _meaningful(value: Any) -> Any:
-    """A configuration without what only says where it came from."""
-    if isinstance(value, Mapping):
-        kept = {str(key): _meaningful(item) for key, item in value.items() if key not in _PROVENANCE}
-        if isinstance(auto_map := kept.get("auto_map"), dict):
-            kept["auto_map"] = {key: _without_repository(item) for key, item in auto_map.items()}
-        return kept
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_meaningful(item) for item in value]
-    return value
-
-
-def _without_repository(reference: Any) -> Any:
-    """``org/name--module.Class`` is ``module.Class`` when the same files lie in a local directory."""
-    return reference.rpartition("--")[2] if isinstance(reference, str) else reference
-
-
-def _plain(value: Any) -> Any:
-    if type(value).__name__ == "dtype":
-        return _dtype_name(value)
-    if isinstance(value, set | frozenset):
-        return sorted(str(item) for item in value)
-    if hasattr(value, "to_dict"):
-        return _meaningful(value.to_dict())
-    if isinstance(value, msgspec.Struct):
-        return msgspec.structs.asdict(value)
-    raise ConfigError(
-        f"the model's configuration has a {type(value).__name__}, which Maru cannot compare between processes"
-    )
-
-
-def _json_digest(value: Any) -> str:
-    """32 hex digits of the SHA-256 of canonical JSON."""
-    return _text_digest(json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain))[:32]
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -8,20 +8,20 @@ few queries from the scheduler itself. So:
 - each call is bounded in time by the store;
 - ranks may get different answers at any time, and SGLang takes the least of them.
 
-Only SGLang's KV pool is stored. A model with further pools (sliding window, Mamba, a draft model's own pool) would be
-restored incompletely, so for it everything is a miss, and the log says so once.
+Each pool of SGLang's is a component of its own: the KV pool, whose pages the keys are of, and those beside it
+(:mod:`maru_sglang.storage.sides`). The namespace has the geometry of all of them, so the session begins when SGLang says that
+the set is complete, and begins anew if a draft model brings another pool later. A pool that nobody has read is a refusal.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -29,7 +29,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
-    PoolName,
     PoolTransfer,
     PoolTransferResult,
 )
@@ -38,57 +37,21 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from maru_core.errors import ConfigError
 from maru_core.mover import Fragments
 from maru_core.namespace import Namespace, differences
-from maru_core.protocol import ROOT
+from maru_core.protocol import ROOT, Want
 from maru_core.store import Store
-from maru_sglang.radix import KV, ChainError, Placement, collect, pack_keys, parent_of
+from maru_sglang.radix import KV, ChainError, EngineFacts, Placement, collect, host_pool_facts, pack_keys, parent_of
+from maru_sglang.storage.answers import answers, none, none_by_pool
 from maru_sglang.storage.config import parse_extra_config
+from maru_sglang.storage.figures import Figures
 from maru_sglang.storage.pages import HostPages
+from maru_sglang.storage.regions import LOGICAL_POOL
+from maru_sglang.storage.sides import DRAFTS, Side, result_of, side_of, want_of
 
 log = logging.getLogger("maru.sglang")
 
-_GIB: Final = 1 << 30
-#: Transfers kept for the next get_stats call; older ones are dropped if nobody asks.
-_STATS_KEPT: Final = 1024
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _answers(fallback: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Turn whatever goes wrong in a call into ``fallback(*arguments)``: nothing may reach SGLang's threads. Keys that are no
-    chain are a refusal, everything else a fault."""
-
-    def wrap(call: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(call)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-            backend: Any = args[0]
-            try:
-                return call(*args, **kwargs)
-            except ChainError as error:
-                backend._refused(error)
-            except Exception:
-                backend._log_once(
-                    f"fault in {call.__name__}", logging.ERROR, "fault in %s: a miss", call.__name__, exc_info=True
-                )
-            answer: T = fallback(*args[1:], **kwargs)
-            return answer
-
-        return guarded
-
-    return wrap
-
-
-def _false(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
-    return [False] * len(keys)
-
-
-def _false_by_pool(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict[str, list[bool]]:
-    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
-
 
 class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types for us
-    """See the module. ``_lock`` protects the figures for SGLang's metrics and the set of what was logged; everything
-    else is set while attaching, before SGLang's threads run, except ``_dead``, which only ever goes from None to a
+    """See the module. ``_lock`` protects the set of what was logged; everything else is set while attaching, before SGLang's threads run, except ``_dead``, which only ever goes from None to a
     reason."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any = None) -> None:
@@ -106,58 +69,89 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         self._config = storage_config
         self._options = parse_extra_config(storage_config.extra_config)
         self._placement = Placement.of(storage_config)
-        self._prefetches: deque[tuple[int, float]] = deque(maxlen=_STATS_KEPT)
-        self._backups: deque[tuple[int, float]] = deque(maxlen=_STATS_KEPT)
-        self._pages: HostPages | None = None
+        self._figures = Figures(storage_config.enable_storage_metrics)
+        self._anchor: Any = None
+        self._pages: HostPages | None = None  # None too where the KV pool has no memory of its own
+        self._sides: dict[str, Side] = {}
+        self._facts: EngineFacts | None = None
+        self._complete = False
         self._store: Store | None = None
         self._namespace: Namespace | None = None
         if mem_pool_host is not None and not isinstance(mem_pool_host, dict):
-            self._attach(mem_pool_host)
+            self.register_mem_pool_host(mem_pool_host)
 
     # ------------------------------------------------------------ attach, detach
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Part of attaching: raises as the constructor does."""
         self.mem_pool_host = mem_pool_host
-        if self._pages is None or self._pages.pool is not mem_pool_host:
-            self._attach(mem_pool_host)
+        if self._anchor is mem_pool_host:
+            return
+        pages = None if type(mem_pool_host) is LOGICAL_POOL else HostPages(mem_pool_host)
+        facts = collect(self._config, host_pool_facts(mem_pool_host))
+        if self._facts is not None and facts != self._facts:
+            told = differences(self._facts.namespace(""), facts.namespace(""))
+            raise ConfigError(f"the host pool changed while attached: {told}: attach again")
+        self._anchor, self._pages, self._facts = mem_pool_host, pages, facts
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        if _pool_name(host_pool_name) == KV or self._dead is not None:
+        """Part of attaching: raises as the constructor does."""
+        name = _pool_name(host_pool_name)
+        if name == KV:
+            if host_pool is not self._anchor:
+                raise ConfigError(
+                    f"SGLang registered a {type(host_pool).__name__} as {KV!r}, but attached a {type(self._anchor).__name__}: "
+                    "use SGLang 0.5.23"
+                )
             return
-        self._die(
-            f"the model has a pool {_pool_name(host_pool_name)!r} ({type(host_pool).__name__}) beside its KV pool, which this "
-            "release of Maru does not store"
+        known = self._sides.get(name)
+        if known is None or known.pages.pool is not host_pool:
+            self._sides = {**self._sides, name: side_of(self._config, self._placement, name, host_pool)}
+            if self._complete:
+                self._open()
+
+    def on_host_pools_registered(self) -> None:
+        """The last part of attaching: raises as the constructor does."""
+        self._complete = True
+        self._open()
+
+    def _open(self) -> None:
+        """Begin the session, now that it is known what a page consists of."""
+        if self._facts is None:
+            raise ConfigError("SGLang registered no KV pool: use SGLang 0.5.23")
+        sides = " ".join(self._sides[name].facts for name in sorted(self._sides))
+        namespace = msgspec.structs.replace(self._facts, side_pools=sides).namespace(self._options.tag)
+        if self._store is not None and namespace == self._namespace:
+            return
+        config, placement, old = self._config, self._placement, self._store
+        largest = [side.pages.object_bytes for side in self._sides.values()]
+        if self._pages is not None:
+            largest.append(self._pages.object_bytes // placement.parts)
+        self._store = Store.open(
+            self._options.store_config(),
+            namespace,
+            name=f"sglang tp{config.tp_rank}/{config.tp_size} pp{config.pp_rank}/{config.pp_size}",
+            object_bytes=max(largest, default=0),
+        )
+        for pages in (self._pages, *(side.pages for side in self._sides.values())):
+            for address, nbytes in pages.memory() if pages is not None else ():
+                self._store.register(address, nbytes)
+        self._namespace = namespace
+        if old is not None:
+            old.close()
+        log.info(
+            "Maru: component %s, shard %d of %d, pages of %d tokens and %d bytes%s, namespace %s %s",
+            placement.component,
+            placement.shard,
+            placement.world,
+            self._anchor.page_size,
+            0 if self._pages is None else self._pages.object_bytes,
+            "".join(f", {side.name} {side.pages.object_bytes} bytes" for side in self._sides.values()),
+            namespace.digest().hex()[:16],
+            namespace.record().decode(),
         )
 
-    def _attach(self, pool: Any) -> None:
-        pages = HostPages(pool)
-        namespace = collect(self._config, pool).namespace(self._options.tag)
-        if self._namespace is not None and namespace != self._namespace:
-            raise ConfigError(
-                f"the host pool changed while attached: {differences(self._namespace, namespace)}: attach again"
-            )
-        if self._store is None:
-            config, placement = self._config, self._placement
-            self._store = Store.open(
-                self._options.store_config(),
-                namespace,
-                name=f"sglang tp{config.tp_rank}/{config.tp_size} pp{config.pp_rank}/{config.pp_size}",
-                object_bytes=pages.object_bytes,
-            )
-            log.info(
-                "Maru: component %s, shard %d of %d, pages of %d tokens and %d bytes, namespace %s %s",
-                placement.component,
-                placement.shard,
-                placement.world,
-                pages.page_tokens,
-                pages.object_bytes,
-                namespace.digest().hex()[:16],
-                namespace.record().decode(),
-            )
-        self._pages, self._namespace = pages, namespace
-
-    @_answers(lambda *_, **__: None)
+    @answers(lambda *_, **__: None)
     def close(self) -> None:
         """End the session. Everything is a miss afterwards."""
         self._dead = self._dead or "closed"
@@ -174,7 +168,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
 
     # ------------------------------------------------------------ queries
 
-    @_answers(lambda *_, **__: 0)
+    @answers(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Pages from the start of ``keys`` that are stored, whole."""
         store = self._usable()
@@ -186,40 +180,81 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    @_answers(lambda *_, **__: PoolTransferResult.empty())
+    @answers(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Like :meth:`batch_exists`; no page counts if SGLang also needs a pool that is not stored."""
-        pages = self.batch_exists(keys, extra_info)
-        hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
+        """Up to which lengths everything is there that SGLang's rules for the given pools need."""
+        store = self._usable()
+        if store is None or not keys:
+            return PoolTransferResult(0, {}, [])
+        kv = () if self._pages is None else self._placement.components
+        wants = dict.fromkeys(kv, Want())
+        asked: list[PoolTransfer] = []
         for transfer in pool_transfers or ():
-            # BLOCK_GROUPS pools report for themselves and never limit the KV hit (PoolHitPolicy).
-            if _pool_name(transfer.name) != KV and transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
-                self._unknown_pool(transfer.name)
-                return PoolTransferResult(0, hits, [])
-        return PoolTransferResult(pages, hits, list(range(1, pages + 1)))
+            name = _pool_name(transfer.name)
+            if name in self._sides:
+                wants[self._sides[name].place.component] = want_of(transfer)
+                asked.append(transfer)
+            elif name != KV:
+                self._unknown_pool(name)
+                # BLOCK_GROUPS pools report for themselves and never limit the KV hit (PoolHitPolicy).
+                if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS:
+                    return PoolTransferResult(0, {}, [])
+        if all(want.rule for want in wants.values()):
+            return PoolTransferResult(0, {}, [])  # no pool has a page for every page: there is no prefix to speak of
+        found = store.find(wants, self._placement.shard, pack_keys(keys))
+        result, short = result_of(found, kv, self._sides, asked)
+        if short:
+            self._held_back(short, result.kv_hit_pages)
+        return result
+
+    def _held_back(self, short: dict[str, int], usable: int) -> None:
+        self._figures.held_back(short)
+        for name, pages in short.items():
+            what = "draft KV" if name in DRAFTS else "pool"
+            self._log_once(
+                f"short {name}",
+                logging.WARNING,
+                "%d pages are stored without their %s %r, of which SGLang needs them too: a hit of %d pages",
+                pages,
+                what,
+                name,
+                usable,
+            )
 
     # ------------------------------------------------------------ loads
 
-    @_answers(_false)
+    @answers(none)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Load pages straight into the host pool. Where the answer is False the host page holds garbage."""
-        fragments = self._fragments(keys, host_indices)
-        return _false(keys) if fragments is None else self._load(keys, fragments)
+        if self._pages is None:
+            return self._logical(keys)
+        fragments = self._fragments(self._pages, keys, host_indices)
+        return none(keys) if fragments is None else self._load(keys, fragments, self._pages, self._placement)
 
-    @_answers(_false_by_pool)
+    @answers(none_by_pool)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {transfer.name: self._transfer(transfer, extra_info, self.batch_get_v1) for transfer in transfers}
+        return {transfer.name: self._get_side(transfer) for transfer in transfers}
 
-    @_answers(lambda *_, **__: None)
+    def _get_side(self, transfer: PoolTransfer) -> list[bool]:
+        keys, name = list(transfer.keys or ()), _pool_name(transfer.name)
+        if name == KV:
+            return self.batch_get_v1(keys, transfer.host_indices)
+        side = self._side(name)
+        fragments = None if side is None else self._fragments(side.pages, keys, transfer.host_indices)
+        if side is None or fragments is None:
+            return none(keys)
+        return self._load(keys, fragments, side.pages, side.place)
+
+    @answers(lambda *_, **__: None)
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
@@ -230,7 +265,7 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
             target_location = self._pages.pool.get_dummy_flat_data_page()
         return self.batch_get([key], [target_location])[0]
 
-    @_answers(lambda keys, *_, **__: [None] * len(keys))
+    @answers(lambda keys, *_, **__: [None] * len(keys))
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
@@ -239,44 +274,63 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
         fragments = self._flat(keys, targets)
         if fragments is None:
             return [None] * len(keys)
-        loaded = self._load(keys, fragments)
+        loaded = self._load(keys, fragments, self._pages, self._placement)
         return [target if good else None for target, good in zip(targets, loaded, strict=True)]
 
-    def _load(self, keys: Sequence[str], fragments: Fragments) -> list[bool]:
+    def _load(self, keys: Sequence[str], fragments: Fragments, pages: HostPages | None, place: Placement) -> list[bool]:
         store = self._usable()
         if store is None:
-            return _false(keys)
+            return none(keys)
         hashes = pack_keys(keys)
         began = time.monotonic()
-        loaded = store.get(self._placement.component, self._placement.shard, hashes, fragments)
-        self._note(self._prefetches, int(loaded.sum()), began)
+        loaded = np.ones(len(keys), bool)
+        for part, where in _divided(fragments, pages, place):
+            loaded &= store.get(place.component, place.shard + part, hashes, where)
+            if not loaded.any():
+                break
+        self._figures.loaded(int(loaded.sum()), began)
         answer: list[bool] = loaded.tolist()
         return answer
 
     # ------------------------------------------------------------ stores
 
-    @_answers(_false)
+    @answers(none)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages straight from the host pool; True only where they are known to be stored."""
-        fragments = self._fragments(keys, host_indices)
-        if fragments is None:
-            return _false(keys)
         parent = parent_of(keys, extra_info.prefix_keys if extra_info is not None else None)
-        return self._save(keys, parent, fragments)
+        if self._pages is None:
+            return self._logical(keys)
+        fragments = self._fragments(self._pages, keys, host_indices)
+        return none(keys) if fragments is None else self._save(keys, parent, fragments, self._pages, self._placement)
 
-    @_answers(_false_by_pool)
+    @answers(none_by_pool)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {transfer.name: self._transfer(transfer, extra_info, self.batch_set_v1) for transfer in transfers}
+        return {transfer.name: self._set_side(transfer, extra_info) for transfer in transfers}
+
+    def _set_side(self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None) -> list[bool]:
+        keys, name = list(transfer.keys or ()), _pool_name(transfer.name)
+        if name == KV:
+            return self.batch_set_v1(keys, transfer.host_indices, extra_info)
+        side = self._side(name)
+        fragments = None if side is None else self._fragments(side.pages, keys, transfer.host_indices)
+        if side is None or fragments is None:
+            return none(keys)
+        try:
+            parent = parent_of(keys, extra_info.prefix_keys if extra_info is not None else None)
+        except ChainError as error:
+            self._refused(error)  # of this pool alone
+            return none(keys)
+        return self._save(keys, parent, fragments, side.pages, side.place)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store one page from a flat tensor."""
         return self.batch_set([key], [value])
 
-    @_answers(lambda *_, **__: False)
+    @answers(lambda *_, **__: False)
     def batch_set(
         self,
         keys: list[str],
@@ -297,52 +351,52 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
             return True
         parent_of(keys, ())  # refuses a page that is there twice
         hashes = pack_keys(keys)
-        saved = np.array(self._save(keys, ROOT, fragments))
+        saved = np.array(self._save(keys, ROOT, fragments, self._pages, self._placement))
         store = self._usable()
         if not saved.all() and store is not None:
-            saved |= store.present(self._placement.component, self._placement.shard, hashes)
+            place = self._placement
+            saved |= np.logical_and.reduce(
+                [store.present(place.component, place.shard + part, hashes) for part in range(place.parts)]
+            )
         return bool(saved.all())
 
-    def _save(self, keys: Sequence[str], parent: bytes, fragments: Fragments) -> list[bool]:
-        store, place = self._usable(), self._placement
+    def _save(
+        self, keys: Sequence[str], parent: bytes, fragments: Fragments, pages: HostPages | None, place: Placement
+    ) -> list[bool]:
+        store = self._usable()
         if store is None or not place.writer:
-            return _false(keys)
+            return none(keys)
         hashes = pack_keys(keys)
         began = time.monotonic()
-        stored = store.put(place.component, place.shard, place.world, parent, hashes, fragments)
-        self._note(self._backups, int(stored.sum()), began)
+        stored = np.ones(len(keys), bool)
+        for part, where in _divided(fragments, pages, place):
+            stored &= store.put(place.component, place.shard + part, place.world, parent, hashes, where)
+        self._figures.stored(int(stored.sum()), began)
         answer: list[bool] = stored.tolist()
         return answer
 
     # ------------------------------------------------------------ the rest of the interface
 
-    @_answers(lambda *_, **__: False)
+    @answers(lambda *_, **__: False)
     def clear(self) -> bool:
         """Remove every page of this namespace."""
         store = self._usable()
         return store is not None and store.clear()
 
-    @_answers(lambda *_, **__: None)
+    @answers(lambda *_, **__: None)
     def get_stats(self) -> StorageMetrics | None:
         """Transfers since the last call, for ``--enable-metrics``: pages of each, and GiB/s."""
         if not self._config.enable_storage_metrics or self._pages is None:
             return None
-        with self._lock:
-            prefetches, backups = list(self._prefetches), list(self._backups)
-            self._prefetches.clear()
-            self._backups.clear()
-        size = self._pages.object_bytes / _GIB
-        return StorageMetrics(
-            prefetch_pgs=[pages for pages, _ in prefetches],
-            backup_pgs=[pages for pages, _ in backups],
-            prefetch_bandwidth=[pages * size / seconds for pages, seconds in prefetches],
-            backup_bandwidth=[pages * size / seconds for pages, seconds in backups],
-        )
+        return self._figures.metrics(self._pages.object_bytes)
 
-    @_answers(lambda *_, **__: {})
+    @answers(lambda *_, **__: {})
     def counters(self) -> dict[str, float | int | str]:
-        """The store's counters with the reasons for misses, and the server's figures."""
-        return {} if self._store is None else self._store.stats()
+        """The store's counters with the reasons for misses, and the server's figures. ``short_NAME_pages``: by how many pages the
+        pool NAME held hits back, in all."""
+        if self._store is None:
+            return {}
+        return self._store.stats() | self._figures.short()
 
     @property
     def namespace(self) -> Namespace | None:
@@ -354,19 +408,31 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
     def _usable(self) -> Store | None:
         return self._store if self._dead is None else None
 
-    def _fragments(self, keys: Sequence[str], host_indices: torch.Tensor | None) -> Fragments | None:
-        """Where the pages of ``keys`` lie in the host pool; None if nothing may be copied."""
-        if self._usable() is None or self._pages is None or not keys or host_indices is None:
+    def _logical(self, keys: Sequence[str]) -> list[bool]:
+        """Of a KV pool without memory there is nothing to copy: its pages are there as far as those of the pools beside it are."""
+        pack_keys(keys)
+        return [self._usable() is not None and bool(self._sides)] * len(keys)
+
+    def _side(self, name: str) -> Side | None:
+        side = self._sides.get(name)
+        if side is None:
+            self._unknown_pool(name)
+        return side
+
+    def _fragments(self, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None) -> Fragments | None:
+        """Where the pages of ``keys`` lie in a host pool; None if nothing may be copied."""
+        if self._usable() is None or not keys or host_indices is None:
             return None
-        fragments = self._pages.fragments(host_indices, len(keys))
+        fragments = pages.fragments(host_indices, len(keys))
         if fragments is None:
             self._log_once(
                 "indices",
                 logging.ERROR,
-                "%d host indices are not %d whole pages of %d tokens of the registered pool: nothing is copied",
+                "%d host indices are not %d whole pages of %d tokens of the registered %s: nothing is copied",
                 host_indices.numel(),
                 len(keys),
-                self._pages.page_tokens,
+                pages.page_tokens,
+                type(pages.pool).__name__,
             )
         return fragments
 
@@ -381,28 +447,11 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
                     "flat", logging.ERROR, "a flat page is not %d contiguous bytes of host memory: not copied", size
                 )
                 return None
-        return Fragments(
-            addresses=np.array([page.data_ptr() for page in pages], np.uint64).reshape(-1, 1),
-            sizes=np.array([size], np.uint64),
-        )
-
-    def _transfer(
-        self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None, call: Callable[..., list[bool]]
-    ) -> list[bool]:
-        keys = list(transfer.keys or ())
-        if _pool_name(transfer.name) != KV:
-            self._unknown_pool(transfer.name)
-            return _false(keys)
-        return call(keys, transfer.host_indices, extra_info)
+        return self._pages.flat_fragments([page.data_ptr() for page in pages], whole=self._placement.parts == 1)
 
     def _unknown_pool(self, name: Any) -> None:
         pool = _pool_name(name)
-        self._log_once(f"pool {pool}", logging.WARNING, "pool %r is not stored by this release of Maru: a miss", pool)
-
-    def _note(self, figures: deque[tuple[int, float]], pages: int, began: float) -> None:
-        if pages and self._config.enable_storage_metrics:
-            with self._lock:
-                figures.append((pages, max(time.monotonic() - began, 1e-9)))
+        self._log_once(f"pool {pool}", logging.WARNING, "SGLang never registered a pool %r: a miss", pool)
 
     def _refused(self, error: ChainError) -> None:
         self._log_once(error.kind, logging.WARNING, "%s", error)
@@ -413,6 +462,13 @@ class MaruHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
                 return
             self._logged.add(kind)
         log.log(level, message + " (said once)", *args, exc_info=exc_info)
+
+
+def _divided(fragments: Fragments, pages: HostPages | None, place: Placement) -> list[tuple[int, Fragments]]:
+    """The shards of this rank, with where each lies."""
+    if place.parts == 1 or pages is None:
+        return [(0, fragments)]
+    return [(part, pages.split(fragments, part, place.parts)) for part in range(place.parts)]
 
 
 def _pool_name(name: Any) -> str:

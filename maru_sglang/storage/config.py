@@ -1,4 +1,5 @@
-"""The extra config of the storage backend, checked: ``--hicache-storage-backend-extra-config '{…}'``.
+"""The extra config of the storage backend, checked: ``--hicache-storage-backend-extra-config '{…}'``; and the direct linker's,
+which is the same with a key of its own: ``--unified-cache-external-linker-config '{…}'``.
 
 SGLang takes out the keys that it understands before a backend sees the rest (:data:`SGLANG_KEYS`). Three kinds of its
 keys stay in and are tolerated, each only where SGLang itself leaves it:
@@ -11,16 +12,13 @@ Everything else that is not Maru's is refused, with the nearest known key.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import msgspec
-
-from maru_core.errors import ConfigError
-from maru_core.store_config import StoreConfig
+from maru_core.extra_config import CURES, ExtraConfig, parse
 
 OPTION: Final = "--hicache-storage-backend-extra-config"
+LINKER_OPTION: Final = "--unified-cache-external-linker-config"
 
 #: Keys that SGLang pops: ``parse_storage_backend_extra_config`` and ``_generate_storage_config`` (tp_lcm_size).
 SGLANG_KEYS: Final = (
@@ -31,42 +29,17 @@ SGLANG_KEYS: Final = (
     "tp_lcm_size",
 )
 _DYNAMIC_KEYS: Final = ("backend_name", "module_path", "class_name")
-#: Longest tag, characters: the namespace record has a fixed size in the pool.
-TAG_MAX: Final = 200
 
 
-class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Maru's keys of the extra config; their meaning is that of :class:`maru_core.store.StoreConfig`."""
+class LinkerConfig(ExtraConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The direct linker's keys."""
 
-    server: str | None = None
-    pool: str | None = None
-    pool_size: str | None = None
-    timeout_ms: int = 500
-    verify: Literal["generation", "checksum"] = "generation"
-    copy_threads: int | None = None
-    #: Keeps deployments apart that would otherwise share: it is part of the namespace.
-    tag: str = ""
-
-    def store_config(self) -> StoreConfig:
-        """What the store needs of it.
-
-        Raises:
-            ConfigError: a value that the store cannot use.
-        """
-        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "tag"}
-        return StoreConfig(**fields)
+    #: Two log lines for each layer of each load: when it was launched, and when the forward pass went on.
+    log_layers: bool = False
 
 
 #: What to write instead, for each key.
-_CURES: Final = {
-    "server": 'give "ipc:///path/to/socket" or "tcp://host:port", or leave it out for the embedded server',
-    "pool": 'give the pool\'s URI on this host, such as "shm://name", "file:///path" or "dax:///dev/dax0.0"',
-    "pool_size": 'give a size as text, such as "8G" or "512M"',
-    "timeout_ms": "give whole milliseconds from 1 to 60000",
-    "verify": 'give "generation" (default) or "checksum"',
-    "copy_threads": "give a whole number from 1 to 64, or leave it out",
-    "tag": f"give text of at most {TAG_MAX} printable characters",
-}
+_CURES: Final = {**CURES, "log_layers": "give true or false"}
 
 
 def parse_extra_config(extra: Mapping[str, Any] | None) -> ExtraConfig:
@@ -80,37 +53,13 @@ def parse_extra_config(extra: Mapping[str, Any] | None) -> ExtraConfig:
     if all(key in given for key in _DYNAMIC_KEYS):
         for key in (*_DYNAMIC_KEYS, "interface_v1"):
             given.pop(key, None)
-    values = {key: _checked(key, value) for key, value in given.items()}
-    config = ExtraConfig(**values)
-    if len(config.tag) > TAG_MAX or not config.tag.isprintable():
-        raise _wrong("tag", config.tag)
-    if config.server is not None and config.pool_size is not None:
-        raise ConfigError(
-            f"{OPTION}: pool_size is {config.pool_size!r} and server is {config.server!r}, but a pool's size is decided by "
-            "the server that owns it: leave pool_size out (maru-server --size), or leave server out"
-        )
-    try:
-        config.store_config()
-    except ConfigError as error:
-        raise ConfigError(f"{OPTION}: {error}") from error
-    return config
+    return parse(ExtraConfig, given, OPTION, others=SGLANG_KEYS, engine="SGLang")
 
 
-def _checked(key: str, value: Any) -> Any:
-    for field in msgspec.structs.fields(ExtraConfig):
-        if field.name == key:
-            try:
-                return msgspec.convert(value, field.type, strict=True)
-            except msgspec.ValidationError as error:
-                raise _wrong(key, value) from error
-    known = (*ExtraConfig.__struct_fields__, *SGLANG_KEYS)
-    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"{OPTION}: unknown key {key!r} (value {value!r}): {hint}Maru knows {', '.join(ExtraConfig.__struct_fields__)}; "
-        f"SGLang knows {', '.join(SGLANG_KEYS)}"
-    )
+def parse_linker_config(config: Mapping[str, Any] | None) -> LinkerConfig:
+    """The checked config of the direct linker, of which SGLang takes nothing for itself.
 
-
-def _wrong(key: str, value: Any) -> ConfigError:
-    return ConfigError(f"{OPTION}: {key} is {value!r}: {_CURES[key]}")
+    Raises:
+        ConfigError: an unknown key or an unusable value; the message has key, value and cure.
+    """
+    return parse(LinkerConfig, dict(config or {}), LINKER_OPTION, _CURES)

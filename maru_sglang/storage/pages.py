@@ -1,58 +1,53 @@
 """Where the bytes of SGLang's host pages lie, as fragments that a mover copies to and from directly.
 
-SGLang tells where a page is by ``HostKVCache.get_page_buffer_meta``, with a Python loop over pages and layers. For every
-supported pool the address of each piece of a page is a straight line in the page's first index, so the lines are learnt
-once from that call and checked against it on other pages: a pool for which they do not hold is refused at start. After
-that a batch of pages costs a few numpy operations.
+SGLang tells where a page is by ``HostKVCache.get_page_buffer_meta`` (or, where a pool has no such call for its layout, by
+views of its tensors: :mod:`maru_sglang.storage.regions`), with a Python loop over pages and layers. For every supported
+pool the address of each piece of a page is a straight line in the page's number, so the lines are learnt once and checked
+on other pages: a pool for which they do not hold is refused at start. After that a batch of pages costs a few numpy
+operations.
 
-An object is the page's pieces in the order of ``HostKVCache.get_data_page(flat=True)`` (K of all layers, then V), so the
-zero-copy calls and SGLang's flat-tensor calls read and write the same bytes.
+An object is the page's pieces in the order of the pool's flat page (K of all layers, then V), so the zero-copy calls and
+SGLang's flat-tensor calls read and write the same bytes.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from maru_core.errors import ConfigError
 from maru_core.mover import Fragments
-
-log = logging.getLogger("maru.sglang")
+from maru_sglang.storage.regions import KV_POOLS, SIDE_POOLS, Region, refuse_unknown
 
 I64Array = npt.NDArray[np.int64]
-
-#: Exactly these classes: what a subclass does to the bytes is not known until someone has read it.
-KNOWN_POOLS: Final = (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost, MLATokenToKVPoolHost)
-KNOWN_LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 class HostPages:
     """The pages of one host pool. Immutable; safe to use from several threads.
 
     Attributes:
-        page_tokens: tokens (host indices) per page.
+        page_tokens: host indices per page (a pool of states has one).
         object_bytes: bytes of one page's object.
         flat: whether SGLang's flat-tensor calls work with this pool.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, name: str = "kv") -> None:
         """Learn the pool's geometry and check it.
 
+        Args:
+            name: SGLang's name of the pool; "kv" is the one that the keys are of.
         Raises:
             ConfigError: a pool, layout or geometry that this release does not know.
         """
-        _refuse_unknown(pool)
+        refuse_unknown(pool, KV_POOLS if name == "kv" else SIDE_POOLS, name)
         self._pool = pool
+        self._region = Region(pool)
         # The tensors are kept, so that the memory stays mapped under a copy that is under way while SGLang shuts down.
-        self._kv_buffer = pool.kv_buffer
-        self._buffers = _buffers(pool)
+        self._buffers = self._region.buffers()
         self.page_tokens = int(pool.page_size)
         self._tokens = int(pool.size)
         self._within = np.arange(self.page_tokens, dtype=np.int64)
@@ -65,12 +60,23 @@ class HostPages:
     def pool(self) -> Any:
         return self._pool
 
+    def memory(self) -> list[tuple[int, int]]:
+        """Address and bytes of the memory that the pages lie in, without overlap."""
+        spans = sorted((b.data_ptr(), b.data_ptr() + b.numel() * b.element_size()) for b in self._buffers)
+        found: list[tuple[int, int]] = []
+        for low, high in spans:
+            if found and low < found[-1][0] + found[-1][1]:
+                found[-1] = found[-1][0], max(high, found[-1][0] + found[-1][1]) - found[-1][0]
+            else:
+                found.append((low, high - low))
+        return found
+
     def fragments(self, host_indices: torch.Tensor, pages: int) -> Fragments | None:
         """Fragments of ``pages`` pages at ``host_indices`` (``pages * page_tokens`` of them).
 
         None where the indices are not whole pages of this pool: nothing may be copied then.
         """
-        if self._pool.kv_buffer is not self._kv_buffer:
+        if not self._region.holds(self._buffers):
             return None  # SGLang gave the buffers up (destroy), or made new ones
         if host_indices.numel() != pages * self.page_tokens:
             return None
@@ -83,44 +89,52 @@ class HostPages:
             or starts.max() > self._tokens - self.page_tokens
         ):
             return None
-        return Fragments(addresses=(self._base + starts * self._stride).astype(np.uint64), sizes=self._sizes)
+        return Fragments(
+            addresses=(self._base + starts // self.page_tokens * self._stride).astype(np.uint64), sizes=self._sizes
+        )
+
+    def flat_fragments(self, pointers: Sequence[int], *, whole: bool) -> Fragments:
+        """Fragments of flat pages, which begin at ``pointers``: one each, or (to be split) the pieces that the pool has."""
+        sizes = np.array([self.object_bytes], np.uint64) if whole else self._sizes
+        offsets = np.cumsum(sizes) - sizes
+        return Fragments(addresses=np.array(pointers, np.uint64).reshape(-1, 1) + offsets, sizes=sizes)
+
+    def split(self, fragments: Fragments, part: int, parts: int) -> Fragments:
+        """Of pages with the heads outermost (``page_head``): the ``part``-th of ``parts`` equal groups of heads."""
+        sizes = fragments.sizes // np.uint64(parts)
+        return Fragments(addresses=fragments.addresses + sizes * np.uint64(part), sizes=sizes)
 
     # ------------------------------------------------------------ start-up checks
 
-    def _meta(self, start: int) -> tuple[I64Array, I64Array]:
-        """Addresses and sizes of the pieces of the page that starts at token ``start``, as SGLang tells them."""
-        addresses, sizes = self._pool.get_page_buffer_meta(torch.arange(start, start + self.page_tokens))
-        return np.array(addresses, np.int64), np.array(sizes, np.int64)
-
     def _learn(self) -> tuple[I64Array, I64Array, I64Array]:
         tokens, page = self._tokens, self.page_tokens
+        kind, layout = type(self._pool).__name__, self._pool.layout
         if tokens < 2 * page:
             raise ConfigError(
                 f"the host pool holds {tokens} tokens, less than two pages of {page}: raise --hicache-ratio or --hicache-size"
             )
-        first, sizes = self._meta(0)
-        second, _ = self._meta(page)
+        first, sizes = self._region.pieces(0)
+        second, _ = self._region.pieces(page)
         # In the order of the flat page, which is that of the addresses: K lies before V, layer before layer.
-        order = np.argsort(first, kind="stable") if len(self._buffers) == 1 else np.arange(len(first))
+        order = np.argsort(first, kind="stable") if self._region.by_address else np.arange(len(first))
         first, second, sizes = first[order], second[order], sizes[order]
-        stride, rest = np.divmod(second - first, page)
-        last = (tokens // page - 1) * page
-        middle = last // 2 // page * page
-        for start in sorted({0, page, middle, last, last - page}):
-            told, told_sizes = self._meta(start)
-            if rest.any() or not (
-                np.array_equal(told[order], first + start * stride) and np.array_equal(told_sizes[order], sizes)
+        stride = second - first
+        last = tokens // page - 1
+        for number in sorted({0, 1, last // 2, last, last - 1}):
+            told, told_sizes = self._region.pieces(number * page)
+            if len(told) != len(order) or not (
+                np.array_equal(told[order], first + number * stride) and np.array_equal(told_sizes[order], sizes)
             ):
                 raise ConfigError(
-                    f"{type(self._pool).__name__} with layout {self._pool.layout} lays out its pages in a way that this release "
+                    f"{kind} with layout {layout} lays out its pages in a way that this release "
                     "of Maru does not know (get_page_buffer_meta is not a straight line): use SGLang 0.5.23, or another "
                     "--hicache-mem-layout"
                 )
             self._check_bounds(told, told_sizes)
-        if int(sizes.sum()) != int(self._pool.get_size_per_token()) * page:
+        if int(sizes.sum()) != self._region.page_bytes():
             raise ConfigError(
-                f"a page of {type(self._pool).__name__} has {int(sizes.sum())} bytes by its pieces and "
-                f"{int(self._pool.get_size_per_token()) * page} by its size per token: use SGLang 0.5.23"
+                f"a page of {kind} has {int(sizes.sum())} bytes by its pieces and "
+                f"{self._region.page_bytes()} by its size per token: use SGLang 0.5.23"
             )
         return first, stride, sizes
 
@@ -133,77 +147,26 @@ class HostPages:
                 )
 
     def _check_flat_order(self, sizes: I64Array) -> bool:
-        """Whether a flat page is the pieces in this order, for every sample page."""
-        if isinstance(self._pool, AsymmetricMHATokenToKVPoolHost):
-            return False  # SGLang has no flat page where K and V have different widths
-        for start in (0, (self._tokens // self.page_tokens - 1) * self.page_tokens):
-            flat = _runs(self._pool.get_data_page(start, flat=False))
-            pieces = _joined(self._base + start * self._stride, sizes)
-            if flat != pieces:
+        """Whether a flat page is the pieces in this order, for every sample page; True where SGLang has flat pages."""
+        last = (self._tokens // self.page_tokens - 1) * self.page_tokens
+        for start in (0, last):
+            told = self._region.told_otherwise(start)
+            if told is None:
+                return False
+            if joined(*told) != joined(self._base + start // self.page_tokens * self._stride, sizes):
                 raise ConfigError(
                     f"{type(self._pool).__name__} with layout {self._pool.layout}: a flat page is not its pieces in order: use "
                     "SGLang 0.5.23, or another --hicache-mem-layout"
                 )
-        return True
+        return self._region.flat
 
 
-def _refuse_unknown(pool: Any) -> None:
-    kind = type(pool)
-    if kind not in KNOWN_POOLS:
-        raise ConfigError(
-            f"Maru does not know the host pool {kind.__module__}.{kind.__name__}: this release stores "
-            f"{', '.join(known.__name__ for known in KNOWN_POOLS)} only. Use a plain MHA or MLA model without "
-            "--enable-unified-memory, HiSparse, KV sharding or FP4/MXFP8 KV"
-        )
-    if pool.layout not in KNOWN_LAYOUTS:
-        raise ConfigError(
-            f"--hicache-mem-layout {pool.layout} is not one that Maru knows: use {', '.join(KNOWN_LAYOUTS)}"
-        )
-    if pool.storage_format_tag is not None:
-        raise ConfigError(f"the host pool has a page format of its own ({pool.storage_format_tag}): not supported")
-    if pool.dcp_size != 1:
-        raise ConfigError(f"decode context parallelism (--dcp-size {pool.dcp_size}) is not supported yet: use 1")
-    if isinstance(pool, MLATokenToKVPoolHost):
-        if pool.kv_buffer is None or getattr(pool, "_is_dummy", False):
-            raise ConfigError(
-                "this rank's MLA host pool has no memory (host deduplication): not supported, turn it off"
-            )
-        if getattr(pool, "_layer_shard_enabled", False):
-            raise ConfigError("layer-sharded MLA pools are not supported yet: turn layer sharding off")
-        if getattr(pool, "_native_buffers", None) is not None:
-            raise ConfigError("MLA pools with split K and V buffers are not supported: use a plain MLA pool")
-
-
-def _buffers(pool: Any) -> tuple[torch.Tensor, ...]:
-    buffer = pool.kv_buffer
-    if buffer is None:
-        return ()
-    return tuple(buffer) if isinstance(buffer, tuple | list) else (buffer,)
-
-
-def _runs(view: torch.Tensor) -> list[tuple[int, int]]:
-    """(address, bytes) of the stretches of memory that ``view`` covers, in the order of its elements."""
-    item = view.element_size()
-    # The stride of a dimension of size 1 says nothing.
-    shape = [size for size in view.shape if size != 1]
-    strides = [stride for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
-    run = 1
-    while shape and strides[-1] == run:
-        run *= shape.pop()
-        strides.pop()
-    offsets = np.zeros(1, np.int64)
-    for size, stride in zip(shape, strides, strict=True):
-        offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    assert math.prod(shape) * run == view.numel()
-    return _joined(view.data_ptr() + offsets * item, np.full(len(offsets), run * item, np.int64))
-
-
-def _joined(addresses: I64Array, sizes: I64Array) -> list[tuple[int, int]]:
-    """The same stretches, neighbours joined, so that two ways of cutting the same bytes compare equal."""
-    joined: list[tuple[int, int]] = []
+def joined(addresses: I64Array, sizes: I64Array) -> list[tuple[int, int]]:
+    """The stretches (address, bytes), neighbours joined, so that two ways of cutting the same bytes compare equal."""
+    found: list[tuple[int, int]] = []
     for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
-        if joined and joined[-1][0] + joined[-1][1] == address:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        if found and found[-1][0] + found[-1][1] == address:
+            found[-1] = (found[-1][0], found[-1][1] + size)
         else:
-            joined.append((address, size))
-    return joined
+            found.append((address, size))
+    return found
