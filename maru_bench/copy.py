@@ -41,6 +41,7 @@ import numpy.typing as npt
 from rich import box
 from rich.table import Table
 
+from maru_bench.pages import FRAGMENTS, EngineBuffer, U8Array, addresses
 from maru_bench.processes import scratch_directory
 from maru_bench.servers import MaruServer
 from maru_core.errors import ConfigError, MaruError
@@ -48,8 +49,6 @@ from maru_core.mover import Fragments
 from maru_core.namespace import Namespace
 from maru_core.protocol import HASH_BYTES, ROOT
 from maru_core.store import Store, StoreConfig
-
-U8Array = npt.NDArray[np.uint8]
 
 #: Part of memcpy's speed that Maru is to reach, for batches of at least that many bytes.
 TARGET: Final = 0.85
@@ -61,7 +60,6 @@ _SAMPLE_CALLS: Final = 64
 #: Samples of less than this are repeated up to so many times as often as was asked for.
 _OFTEN_BYTES: Final = 128 << 20
 _OFTEN: Final = 4
-_FRAGMENTS: Final = 2
 #: Longest that the pool is waited for before the first measurement, seconds; and how often it is looked at.
 _WARM_S: Final = 60.0
 _POLL_S: Final = 0.02
@@ -155,9 +153,9 @@ class CopyResult(msgspec.Struct, frozen=True, kw_only=True):
         for row in self.rows:
             table.add_row(
                 row.operation,
-                _human(row.page_bytes),
+                human_bytes(row.page_bytes),
                 str(row.batch),
-                _human(row.batch_bytes),
+                human_bytes(row.batch_bytes),
                 f"{row.maru_gbps:.2f}",
                 f"{row.memcpy_gbps:.2f}",
                 f"{row.file_gbps:.2f}",
@@ -172,31 +170,6 @@ class CopyResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ------------------------------------------------------------------ the peers
-
-
-class EngineBuffer:
-    """Pages in an engine's memory: all first fragments (K), then all second ones (V)."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self.data = np.frombuffer(mmap.mmap(-1, total_bytes), np.uint8)
-        # Random bytes, so that no memory is shared or compressed away; one block repeated, because they take long to make.
-        block = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
-        for start in range(0, total_bytes, len(block)):
-            part = self.data[start : start + len(block)]
-            part[:] = block[: len(part)]
-
-    def pages(self, first: int, count: int, page_bytes: int, total: int) -> U8Array:
-        """Pages ``first`` to ``first + count`` of ``total``: a view of shape ``(fragment, page, byte)``."""
-        half = page_bytes // _FRAGMENTS
-        return self.data[: total * page_bytes].reshape(_FRAGMENTS, total, half)[:, first : first + count]
-
-
-def _addresses(pages: U8Array) -> npt.NDArray[np.uint64]:
-    """Addresses of the fragments of :meth:`EngineBuffer.pages`, shape ``(page, fragment)``."""
-    base = pages.__array_interface__["data"][0]
-    page = np.arange(pages.shape[1], dtype=np.uint64) * np.uint64(pages.strides[1])
-    fragment = np.arange(_FRAGMENTS, dtype=np.uint64) * np.uint64(pages.strides[0])
-    return np.uint64(base) + page[:, None] + fragment[None, :]
 
 
 class _Peer(Protocol):
@@ -240,17 +213,17 @@ class _MaruPeer:
         self.end()
 
     def begin(self, batches: int, batch: int, page_bytes: int) -> None:
-        self._sizes = np.full(_FRAGMENTS, page_bytes // _FRAGMENTS, np.uint64)
+        self._sizes = np.full(FRAGMENTS, page_bytes // FRAGMENTS, np.uint64)
         self._hashes = [os.urandom(HASH_BYTES * batch) for _ in range(batches)]
 
     def store(self, index: int, pages: U8Array) -> None:
         parent = ROOT if index == 0 else self._hashes[index - 1][-HASH_BYTES:]
-        fragments = Fragments(addresses=_addresses(pages), sizes=self._sizes)
+        fragments = Fragments(addresses=addresses(pages), sizes=self._sizes)
         if not self._store.put("kv", 0, 1, parent, self._hashes[index], fragments).all():
             raise MaruError(f"Maru did not store a batch: {self._store.stats()}; give a larger --pool")
 
     def load(self, index: int, pages: U8Array) -> None:
-        fragments = Fragments(addresses=_addresses(pages), sizes=self._sizes)
+        fragments = Fragments(addresses=addresses(pages), sizes=self._sizes)
         if not self._store.get("kv", 0, self._hashes[index], fragments).all():
             raise MaruError(f"Maru did not load a batch: {self._store.stats()}; give a larger --pool")
 
@@ -266,9 +239,9 @@ class _MemcpyPeer:
         self._memory = memory
 
     def begin(self, batches: int, batch: int, page_bytes: int) -> None:
-        half = page_bytes // _FRAGMENTS
+        half = page_bytes // FRAGMENTS
         # Page after page: fragments that are neighbours in the engine are not here, so numpy copies each by itself.
-        shape = (batches, batch, _FRAGMENTS, half)
+        shape = (batches, batch, FRAGMENTS, half)
         self._batches = self._memory[: math.prod(shape)].reshape(shape)
 
     def store(self, index: int, pages: U8Array) -> None:
@@ -352,7 +325,7 @@ def run(options: CopyOptions, narrate: Callable[[str], None]) -> CopyResult:
         peers: dict[str, _Peer] = {"maru": maru, "memcpy": memcpy, "file": file}
         for size in options.page_bytes:
             for batch in options.batches:
-                narrate(f"{batch} pages of {_human(size)}")
+                narrate(f"{batch} pages of {human_bytes(size)}")
                 rows += _measure(
                     peers, engine, size, batch, _rounds(options.repeats, size * batch * _sample_calls(size, batch))
                 )
@@ -428,23 +401,23 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+)([KMG]?)", text.strip().upper())
     size = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
-    if size < 4096 or size % (_FRAGMENTS * 8):
+    if size < 4096 or size % (FRAGMENTS * 8):
         raise ConfigError(f"--sizes has {text!r}: give bytes of at least 4K, as 64K or 4M")
     return size
 
 
-def parse_counts(option: str, text: str) -> list[int]:
+def parse_counts(option: str, text: str, most: int = 4096) -> list[int]:
     """Numbers of "1,16,128".
 
     Raises:
-        ConfigError: not whole numbers from 1 to 4096.
+        ConfigError: not whole numbers from 1 to ``most``.
     """
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = [0]
-    if not all(1 <= count <= 4096 for count in counts):
-        raise ConfigError(f"{option} is {text!r}: give whole numbers from 1 to 4096, comma-separated")
+    if not all(1 <= count <= most for count in counts):
+        raise ConfigError(f"{option} is {text!r}: give whole numbers from 1 to {most}, comma-separated")
     return counts
 
 
@@ -462,5 +435,6 @@ def describe_machine() -> dict[str, str | int]:
     }
 
 
-def _human(nbytes: int) -> str:
+def human_bytes(nbytes: int) -> str:
+    """ "4 MiB" or "64 KiB"."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

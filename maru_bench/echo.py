@@ -11,6 +11,7 @@ from pathlib import Path
 import zmq
 
 from maru_bench.processes import ManagedProcess, python_path
+from maru_core.errors import MaruError
 
 _SIZE_BYTES = 8
 
@@ -29,23 +30,40 @@ def serve(endpoint: str) -> None:
         socket.send_multipart((identity, reply))
 
 
-class EchoClient:
-    """Talks to an echo process of its own. A context manager."""
+class EchoServer:
+    """An echo process. A context manager."""
 
     def __init__(self, directory: Path) -> None:
-        endpoint = f"ipc://{directory}/echo.sock"
+        self.endpoint = f"ipc://{directory}/echo.sock"
         self._process = ManagedProcess(
             "echo",
-            [sys.executable, "-m", "maru_bench.echo", endpoint],
+            [sys.executable, "-m", "maru_bench.echo", self.endpoint],
             directory / "echo.log",
             env={"PYTHONPATH": python_path()},
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> EchoServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stop()
+
+
+class EchoClient:
+    """Talks to an echo. A context manager."""
+
+    def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         # An echo that does not answer must end the benchmark and not hang it.
         self._socket.rcvtimeo = 30_000
         self._socket.connect(endpoint)
+        self._endpoint = endpoint
 
     @staticmethod
     def request(nbytes: int, reply_bytes: int) -> bytes:
@@ -53,17 +71,20 @@ class EchoClient:
         return reply_bytes.to_bytes(_SIZE_BYTES, "little") + bytes(max(0, nbytes - _SIZE_BYTES))
 
     def exchange(self, request: bytes) -> bytes:
-        """One round trip."""
+        """One round trip.
+
+        Raises:
+            MaruError: no answer came for long.
+        """
         self._socket.send(request)
         try:
             return self._socket.recv()
         except zmq.Again as error:
-            raise self._process.failure("did not answer") from error
+            raise MaruError(f"the echo at {self._endpoint} does not answer: its log is beside its socket") from error
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-        self._process.stop()
 
     def __enter__(self) -> EchoClient:
         return self

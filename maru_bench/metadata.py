@@ -23,7 +23,7 @@ from rich import box
 from rich.table import Table
 
 from maru_bench.copy import BENCH_NAMESPACE, describe_machine
-from maru_bench.echo import EchoClient
+from maru_bench.echo import EchoClient, EchoServer
 from maru_bench.processes import scratch_directory
 from maru_bench.servers import MaruServer
 from maru_core import protocol
@@ -42,9 +42,11 @@ _OBJECT_BYTES: Final = 16 << 10
 #: Pages of one chain of the filling: they fit in one extent.
 _FILL_PAGES: Final = 64
 _FILL_S: Final = 60.0
+#: More resident pages than this are not stored message by message.
+_FILLED_BY_SERVER: Final = 100_000
 _POLL_S: Final = 0.02
 #: Chains that are asked for in turn, so that not the same pages are asked for each time.
-_CHAINS: Final = 16
+CHAINS: Final = 16
 _VALIDATIONS: Final = 2000
 _OPERATIONS: Final = ("match", "reserve", "commit")
 
@@ -126,8 +128,8 @@ class MetadataResult(msgspec.Struct, frozen=True, kw_only=True):
     validation_us: float
     validation_target_us: float
     validation_met: bool
-    start_new_s: float
-    """From starting the process to "ready", with a new pool."""
+    start_new_s: float | None
+    """From starting the process to "ready", with a new pool; None where the pool was filled before."""
     start_rebuild_s: float
     """The same with the pool that holds the resident pages, whose directory is read back."""
 
@@ -166,7 +168,8 @@ class MetadataResult(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.validation_us:.1f} µs",
             f"< {self.validation_target_us:g} µs: {_met(self.validation_met)}",
         )
-        other.add_row("start a server, new pool", f"{self.start_new_s * 1e3:.0f} ms", "-")
+        if self.start_new_s is not None:
+            other.add_row("start a server, new pool", f"{self.start_new_s * 1e3:.0f} ms", "-")
         other.add_row(
             f"start a server on a pool of {self.resident_pages} pages", f"{self.start_rebuild_s * 1e3:.0f} ms", "-"
         )
@@ -183,7 +186,7 @@ def _met(met: bool | None) -> str:
 # ------------------------------------------------------------------ the run
 
 
-class _Client:
+class Client:
     """The calls that are measured, on one session and namespace."""
 
     def __init__(self, session: Session) -> None:
@@ -242,29 +245,35 @@ def _require(status: bytes, wanted: int, what: str) -> None:
         raise MaruError(f"the server did not {what} every page: {sorted(set(status))}; give a smaller --resident")
 
 
+def pool_megabytes(slots: int) -> int:
+    """Size of a pool in which so many of the pages that are measured can lie at once."""
+    return max(64, (slots * _OBJECT_BYTES * 4 // 3 >> 20) + 32)
+
+
 def run(options: MetadataOptions, narrate: Callable[[str], None]) -> MetadataResult:
     """Measure.
 
     Raises:
         MaruError: a process did not start or a call failed.
     """
-    slots = options.resident + (2 * _CHAINS + 1) * max(options.pages) + TARGET_PAGES
-    size = max(64, (slots * _OBJECT_BYTES * 4 // 3 >> 20) + 32)
+    slots = (2 * CHAINS + 1) * max(options.pages) + TARGET_PAGES
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(scratch_directory())
-        server = MaruServer(scratch, size=f"{size}M", keep_pool=True)
+        server = _server(scratch, options, slots, narrate)
         stack.callback(server.remove_pool)
         stack.callback(server.stop)
         narrate("starting maru-server")
         server.start()
-        start_new_s = server.started_in_s
-        echo = stack.enter_context(EchoClient(scratch))
+        many = options.resident > _FILLED_BY_SERVER
+        start_new_s = None if many else server.started_in_s
+        echo = stack.enter_context(EchoClient(stack.enter_context(EchoServer(scratch)).endpoint))
         with contextlib.closing(Session(server.endpoint, name="maru-bench metadata", timeout_s=10.0)) as session:
-            client = _Client(session)
-            narrate(f"filling it with {options.resident} pages")
-            client.fill(options.resident)
+            client = Client(session)
+            if not many:
+                narrate(f"filling it with {options.resident} pages")
+                client.fill(options.resident)
             # As many again as are ever held at once, so that the pool has memory for them; then away with them.
-            spare = client.fill(slots - options.resident)
+            spare = client.fill(slots)
             client.remove(spare)
             rows = []
             for pages in options.pages:
@@ -290,11 +299,33 @@ def run(options: MetadataOptions, narrate: Callable[[str], None]) -> MetadataRes
     )
 
 
-def _measure(client: _Client, echo: EchoClient, pages: int, repeats: int) -> list[MetadataRow]:
-    chains = [os.urandom(HASH_BYTES * pages) for _ in range(_CHAINS)]
+def _server(scratch: Path, options: MetadataOptions, slots: int, narrate: Callable[[str], None]) -> MaruServer:
+    """A server that is not started, with a pool for the resident pages and ``slots`` more.
+
+    Many pages are put into the pool before it starts, through the server's state and without a message.
+    """
+    if options.resident <= _FILLED_BY_SERVER:
+        return MaruServer(scratch, size=f"{pool_megabytes(options.resident + slots)}M", keep_pool=True)
+    from maru_bench import restart
+
+    # Slots of the calls that are measured take the room of several of those pages.
+    size, words = restart.pool_for(options.resident + slots * _OBJECT_BYTES // 4096)
+    server = MaruServer(scratch, size=size, keep_pool=True)
+    server.pool += words
+    narrate(f"committing {options.resident} pages")
+    try:
+        restart.fill(server.pool, options.resident, seed=1)
+    except BaseException:
+        server.remove_pool()
+        raise
+    return server
+
+
+def _measure(client: Client, echo: EchoClient, pages: int, repeats: int) -> list[MetadataRow]:
+    chains = [os.urandom(HASH_BYTES * pages) for _ in range(CHAINS)]
     for chain in chains:
         client.store(chain)
-    sizes = _message_sizes(client, chains[0])
+    sizes = message_sizes(client, chains[0])
     requests = {operation: EchoClient.request(*sizes[operation]) for operation in _OPERATIONS}
     seconds: dict[str, list[float]] = {operation: [] for operation in _OPERATIONS}
     echoes: dict[str, list[float]] = {operation: [] for operation in _OPERATIONS}
@@ -327,7 +358,7 @@ def _measure(client: _Client, echo: EchoClient, pages: int, repeats: int) -> lis
         _require(committed.status, CommitStatus.COMMITTED, "commit")
         measured_echo("commit")
         written.append(fresh)
-        if len(written) == _CHAINS:
+        if len(written) == CHAINS:
             # Now and then, and not each time: no engine deletes between its stores.
             client.remove(written)
     client.remove(written)
@@ -335,7 +366,7 @@ def _measure(client: _Client, echo: EchoClient, pages: int, repeats: int) -> lis
     return make_rows(pages, seconds, echoes, sizes)
 
 
-def _message_sizes(client: _Client, chain: bytes) -> dict[str, tuple[int, int]]:
+def message_sizes(client: Client, chain: bytes) -> dict[str, tuple[int, int]]:
     """Bytes of request and reply of each operation with as many pages as ``chain`` has."""
     fresh = os.urandom(len(chain))
     located = client.match(chain)
@@ -352,7 +383,7 @@ def _message_sizes(client: _Client, chain: bytes) -> dict[str, tuple[int, int]]:
     return {name: (len(protocol.encode(requests[name])), len(protocol.encode(replies[name]))) for name in _OPERATIONS}
 
 
-def _measure_validation(client: _Client, pool: str) -> float:
+def _measure_validation(client: Client, pool: str) -> float:
     """Median microseconds to check the generations of TARGET_PAGES pages, as a reader does after its copy."""
     chain = os.urandom(HASH_BYTES * TARGET_PAGES)
     client.store(chain)

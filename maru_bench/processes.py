@@ -5,6 +5,7 @@ A process is stopped by its own process group and no other.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -13,7 +14,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,9 +31,24 @@ class ServerFailedError(MaruError):
     """A process that an experiment needs did not start, ended early, or gave no usable answer."""
 
 
-def _die_with_parent() -> None:
+#: What ends an experiment is put off while a process starts: it would be there, and nobody would know of it.
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+#: Those that nobody has stopped yet. An interrupt may come before whoever started one has kept it.
+_started: Final[set[ManagedProcess]] = set()
+
+
+@atexit.register
+def _stop_the_rest() -> None:
+    for process in list(_started):
+        process.stop()
+
+
+def _as_child(unmasked: Iterable[int]) -> None:
     # Otherwise a SIGKILL of the experiment leaves servers of gigabytes behind.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
 
 
 def _of_group(group: int) -> list[Path]:
@@ -76,6 +93,7 @@ class ManagedProcess:
         self.argv = list(argv)
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
         try:
             with log.open("wb") as out:
                 self._popen = subprocess.Popen(
@@ -86,10 +104,19 @@ class ManagedProcess:
                     env={**os.environ, **(env or {})},
                     pass_fds=tuple(pass_fds),
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=partial(_as_child, before),
                 )
-        except OSError as error:
+        except BaseException as error:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if not isinstance(error, OSError):
+                raise
             raise ServerFailedError(f"cannot start {name} ({self.argv[0]}): {error.strerror or error}") from error
+        _started.add(self)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what came meanwhile is raised here
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -171,6 +198,7 @@ class ManagedProcess:
             # What it started cleans up behind it: Python's resource tracker removes semaphores only if it is let live.
             self._await(lambda: not _of_group(self._popen.pid), _CLEAN_UP_S)
         self.signal(signal.SIGKILL)
+        _started.discard(self)
         return self._popen.wait()
 
 

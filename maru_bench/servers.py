@@ -1,23 +1,24 @@
-"""The processes that experiments run against: ``maru-server`` and SGLang servers, started, watched, asked and stopped.
+"""The processes that experiments run against: ``maru-server``, SGLang and vLLM servers, started, watched and stopped.
 
-What a server answered is plain data (:class:`Answer`). This module decides nothing about an experiment.
+How engines are asked is in :mod:`maru_bench.engines`. This module decides nothing about an experiment.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
+from maru_bench.engines import Answer, HttpClient, SGLangClient, VLLMClient
 from maru_bench.processes import ManagedProcess, ServerFailedError, python_path
 
 __all__ = [
@@ -26,11 +27,13 @@ __all__ = [
     "SGLangOptions",
     "SGLangServer",
     "ServerFailedError",
+    "StartedServer",
+    "VLLMOptions",
+    "VLLMServer",
     "free_port",
     "wait_all_ready",
 ]
 
-_POLL_S: Final = 0.1
 #: Names of SGLang's own shared memory and of the semaphores of its processes, in /dev/shm.
 _SGLANG_MEMORY: Final = ("sgl_shm_", "sglang_loads_", "sem.mp-")
 
@@ -48,13 +51,22 @@ def free_port() -> int:
 class MaruServer:
     """A real ``maru-server`` of this interpreter with a shared-memory pool of its own. A context manager."""
 
-    def __init__(self, directory: Path, *, size: str, log: Path | None = None, keep_pool: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        size: str,
+        log: Path | None = None,
+        keep_pool: bool = False,
+        options: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             directory: for its socket; short (a Unix socket's path has at most 107 bytes).
             size: of the pool, "512M".
             log: its log file; None: one in ``directory``.
             keep_pool: leave the pool when the server stops (another one is started on it).
+            options: more words of its command line.
         """
         self.directory = directory
         self.log = log or directory / "maru-server.log"
@@ -63,6 +75,7 @@ class MaruServer:
         self.endpoint = f"ipc://{directory}/maru.sock"
         self.size = size
         self.keep_pool = keep_pool
+        self.options = tuple(options)
         self.started_in_s = 0.0
         self._process: ManagedProcess | None = None
 
@@ -80,7 +93,7 @@ class MaruServer:
         """
         read_fd, write_fd = os.pipe()
         argv = [sys.executable, "-m", "maru_server", "--pool", self.pool, "--bind", self.endpoint]
-        argv += ["--ready-fd", str(write_fd)]
+        argv += ["--ready-fd", str(write_fd), *self.options]
         if not self.keep_pool:
             argv.append("--unlink-on-exit")
         began = time.perf_counter()
@@ -142,27 +155,6 @@ class MaruServer:
 # ------------------------------------------------------------------ SGLang
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request to an SGLang server gave."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    device_tokens: int
-    """Taken from the engine's own GPU (or CPU) cache."""
-    host_tokens: int
-    """Taken from the engine's own host tier."""
-    storage_tokens: int
-    """Loaded from the storage backend."""
-    output_ids: list[int]
-    logprobs: list[float]
-    ttft_s: float
-    total_s: float
-
-    @property
-    def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
-
-
 class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to start an SGLang server. Defaults fit the engine kit's small models on a CPU."""
 
@@ -170,7 +162,11 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     device: str = "cpu"
     backend: str | None = "maru"
-    """HiCache storage backend; None leaves the hierarchical cache off."""
+    """HiCache storage backend; None: none."""
+    hierarchical: bool | None = None
+    """``--enable-hierarchical-cache``; None: where there is a backend."""
+    host_ratio: float = 2.0
+    """``--hicache-ratio``: size of the host tier, in device caches."""
     extra_config: dict[str, object] = {}
     page_size: int = 16
     max_total_tokens: int = 4096
@@ -198,8 +194,10 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
             argv += ["--tp", str(self.tensor_parallel)]
         if self.chunk_tokens is not None:
             argv += ["--chunked-prefill-size", str(self.chunk_tokens)]
+        hierarchical = self.backend is not None if self.hierarchical is None else self.hierarchical
+        if hierarchical:
+            argv += ["--enable-hierarchical-cache", "--hicache-ratio", f"{self.host_ratio:g}"]
         if self.backend is not None:
-            argv += ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
             argv += ["--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend", self.backend]
             if self.layout is not None:
                 argv += ["--hicache-mem-layout", self.layout]
@@ -220,13 +218,11 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
         return env
 
 
-class SGLangServer:
-    """A real SGLang server. A context manager; leaving it stops the server."""
+class StartedServer(HttpClient, ABC):
+    """A server that is a process of ours. A context manager; leaving it stops the server."""
 
-    def __init__(self, name: str, options: SGLangOptions, log: Path) -> None:
-        self.name = name
-        self.options = options
-        self.port = free_port()
+    def __init__(self, name: str, log: Path) -> None:
+        super().__init__(name, "127.0.0.1", free_port())
         self.log = log
         self._process: ManagedProcess | None = None
 
@@ -236,11 +232,20 @@ class SGLangServer:
             raise ServerFailedError(f"{self.name} was not started: call start() first")
         return self._process
 
+    def failure(self, what: str) -> ServerFailedError:
+        return self.process.failure(what)
+
     def start(self) -> None:
         """Start it; do not wait for it (two servers start at once)."""
-        self._process = ManagedProcess(
-            self.name, self.options.command(self.port), self.log, env=self.options.environment()
-        )
+        self._process = ManagedProcess(self.name, self.command(), self.log, env=self.environment())
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Its command line."""
+
+    @abstractmethod
+    def environment(self) -> dict[str, str]:
+        """Variables that it gets besides ours."""
 
     def ready(self) -> bool:
         """Whether it answers requests now.
@@ -250,11 +255,7 @@ class SGLangServer:
         """
         if not self.process.running:
             raise self.process.failure("ended while it started")
-        try:
-            # The health check runs one token through the model and takes a second.
-            return self._request("GET", "/health", timeout_s=30.0)[0] == 200
-        except OSError:
-            return False
+        return super().ready()
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Wait until it answers requests.
@@ -264,54 +265,6 @@ class SGLangServer:
         """
         wait_all_ready([self], timeout_s=timeout_s)
 
-    def generate(
-        self, input_ids: Sequence[int], max_new_tokens: int, *, timeout_s: float = 120.0, logprobs: bool = True
-    ) -> Answer:
-        """Ask for a greedy continuation, streamed, so that the time to the first token is the client's own.
-
-        Raises:
-            ServerFailedError: the request failed.
-        """
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
-            "return_logprob": logprobs,
-            "stream": True,
-        }
-        began = time.perf_counter()
-        first: float | None = None
-        last: dict[str, object] | None = None
-        try:
-            for event in self._events("/generate", body, timeout_s):
-                if "error" in event:
-                    raise ServerFailedError(f"{self.name} refused the request: {event['error']}")
-                last = event
-                if first is None and event.get("output_ids"):
-                    first = time.perf_counter()
-        except OSError as error:
-            raise self.process.failure(f"did not answer: {error}") from error
-        if first is None or last is None:
-            raise self.process.failure("answered without a token")
-        return _answer(last, first - began, time.perf_counter() - began)
-
-    def flush(self, timeout_s: float = 60.0) -> None:
-        """Empty the server's own caches (not the store), waiting for it to be idle.
-
-        Raises:
-            ServerFailedError: it would not within ``timeout_s`` seconds.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                status, text = self._request("POST", "/flush_cache?timeout=5", timeout_s=timeout_s)
-            except OSError as error:
-                raise self.process.failure(f"did not flush its cache: {error}") from error
-            if status == 200:
-                return
-            if time.monotonic() > deadline:
-                raise self.process.failure(f"did not flush its cache: HTTP {status} {text.strip()}")
-            time.sleep(_POLL_S)
-
     def stop(self) -> None:
         """Stop it, and remove the shared memory that SGLang leaves behind: it ends its own processes with SIGKILL."""
         if self._process is not None:
@@ -320,60 +273,95 @@ class SGLangServer:
             for path in left:
                 path.unlink(missing_ok=True)
 
-    def __enter__(self) -> SGLangServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _request(self, method: str, path: str, *, body: object = None, timeout_s: float = 30.0) -> tuple[int, str]:
-        """One request; HTTP status and body. Any failure of the connection is an OSError."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            connection.request(method, path, data, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        except http.client.HTTPException as error:
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
 
-    def request(self, method: str, path: str, *, body: object = None, timeout_s: float = 30.0) -> tuple[int, str]:
-        """One HTTP request to the server, for admin calls: status and body.
+class SGLangServer(StartedServer, SGLangClient):
+    """A real SGLang server."""
 
-        Raises:
-            ServerFailedError: no answer.
-        """
-        try:
-            return self._request(method, path, body=body, timeout_s=timeout_s)
-        except OSError as error:
-            raise self.process.failure(f"did not answer {method} {path}: {error}") from error
+    def __init__(self, name: str, options: SGLangOptions, log: Path) -> None:
+        super().__init__(name, log)
+        self.options = options
 
-    def _events(self, path: str, body: object, timeout_s: float) -> Iterator[dict[str, object]]:
-        """The server-sent events of one request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read().decode(errors="replace")
-                raise ServerFailedError(f"{self.name} answered HTTP {response.status}: {text[:500]}")
-            for line in response:
-                data = line.strip().removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                if data:
-                    yield json.loads(data)
-        except (http.client.HTTPException, ValueError) as error:
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
+    def command(self) -> list[str]:
+        return self.options.command(self.port)
+
+    def environment(self) -> dict[str, str]:
+        return self.options.environment()
+
+
+# ------------------------------------------------------------------ vLLM
+
+
+class VLLMOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start a vLLM server. Defaults fit small models on a CPU."""
+
+    python: str
+    model: str
+    device: str = "cpu"
+    transfer: dict[str, object] | None = None
+    """``--kv-transfer-config``; None leaves connectors off."""
+    block_size: int = 16
+    max_tokens: int = 4096
+    """Longest prompt and answer together; as much is kept in the KV cache for each of the eight sequences, on a CPU."""
+    kv_bytes: int | None = None
+    """``--kv-cache-memory-bytes``; None leaves vLLM's default."""
+    dtype: str = "bfloat16"
+    arguments: tuple[str, ...] = ()
+    """Passed through, last, so that they win."""
+    env: dict[str, str] = {}
+
+    def command(self, port: int) -> list[str]:
+        """The command line of a server on ``port`` of the loopback interface."""
+        argv = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        argv += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--dtype",
+            self.dtype,
+            "--block-size",
+            str(self.block_size),
+        ]
+        argv += ["--max-model-len", str(self.max_tokens), "--max-num-seqs", "8", "--seed", "0"]
+        argv += ["--enable-prompt-tokens-details"]
+        if self.device == "cpu":
+            argv += ["--enforce-eager"]
+        if self.kv_bytes is not None:
+            argv += ["--kv-cache-memory-bytes", str(self.kv_bytes)]
+        if self.transfer is not None:
+            argv += ["--kv-transfer-config", json.dumps(self.transfer)]
+        return [*argv, *self.arguments]
+
+    def environment(self) -> dict[str, str]:
+        env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", **self.env}
+        if self.device == "cpu":
+            env.setdefault("CUDA_VISIBLE_DEVICES", "")
+        return env
+
+
+class VLLMServer(StartedServer, VLLMClient):
+    """A real vLLM server."""
+
+    def __init__(self, name: str, options: VLLMOptions, log: Path) -> None:
+        super().__init__(name, log)
+        self.options = options
+
+    def command(self) -> list[str]:
+        return self.options.command(self.port)
+
+    def environment(self) -> dict[str, str]:
+        return self.options.environment()
 
 
 def wait_all_ready(
-    servers: Sequence[SGLangServer],
+    servers: Sequence[StartedServer],
     *,
     timeout_s: float = 300.0,
     progress: Callable[[Sequence[str], float], None] | None = None,
@@ -397,24 +385,3 @@ def wait_all_ready(
             raise waiting[0].process.failure(f"was not ready within {timeout_s:g} s")
         if waiting:
             time.sleep(0.5)
-
-
-def _answer(event: dict[str, object], ttft_s: float, total_s: float) -> Answer:
-    """The last event of a stream (SGLang repeats everything so far in each) as plain data."""
-    meta = event["meta_info"]
-    assert isinstance(meta, dict)
-    details = meta.get("cached_tokens_details") or {}
-    output_ids = event["output_ids"]
-    assert isinstance(output_ids, list)
-    return Answer(
-        prompt_tokens=int(meta["prompt_tokens"]),
-        cached_tokens=int(meta.get("cached_tokens", 0)),
-        device_tokens=int(details.get("device", 0)),
-        host_tokens=int(details.get("host", 0)),
-        storage_tokens=int(details.get("storage", 0)),
-        output_ids=[int(token) for token in output_ids],
-        # (logprob, token id, text) per token
-        logprobs=[float(entry[0]) for entry in meta.get("output_token_logprobs") or []],
-        ttft_s=ttft_s,
-        total_s=total_s,
-    )
