@@ -13,8 +13,6 @@ import pytest
 from maru_bench.copy import (
     CopyOptions,
     CopyResult,
-    EngineBuffer,
-    _addresses,
     _check,
     _scribble,
     make_row,
@@ -22,6 +20,8 @@ from maru_bench.copy import (
     parse_counts,
     run,
 )
+from maru_bench.pages import EngineBuffer
+from maru_bench.pages import addresses as addresses_of
 from maru_core.errors import ConfigError, MaruError
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def test_only_batches_of_16_mib_have_the_target(page_bytes: int, batch: int, mar
 def test_addresses_are_those_of_each_pages_two_halves() -> None:
     engine = EngineBuffer(MIB)
     pages = engine.pages(2, 3, 8192, 16)
-    addresses = _addresses(pages)
+    addresses = addresses_of(pages)
     assert addresses.shape == (3, 2)
     for page in range(3):
         for fragment in range(2):

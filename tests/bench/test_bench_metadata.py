@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from maru_bench.echo import EchoClient
+from maru_bench import metadata
+from maru_bench.echo import EchoClient, EchoServer
 from maru_bench.metadata import MetadataResult, MetadataRow, make_rows
 
 SIZES = {"match": (4000, 4600), "reserve": (4100, 2700), "commit": (1600, 150)}
@@ -75,7 +76,7 @@ def test_a_slow_validation_is_a_target_not_met() -> None:
 
 
 def test_the_echo_answers_with_the_asked_number_of_bytes(tmp_path: Path) -> None:
-    with EchoClient(tmp_path) as echo:
+    with EchoServer(tmp_path) as server, EchoClient(server.endpoint) as echo:
         for nbytes, reply_bytes in ((8, 0), (4000, 4600), (100, 1), (4000, 12)):
             request = EchoClient.request(nbytes, reply_bytes)
             assert len(request) == nbytes
@@ -117,3 +118,13 @@ def test_a_small_real_run_writes_every_row(tmp_path: Path) -> None:
     assert data["start_rebuild_s"] > 0
     assert data["resident_pages"] == 600
     assert not list(Path("/dev/shm").glob(f"maru-bench-{process.pid}-*"))
+
+
+def test_many_resident_pages_are_in_the_pool_before_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "_FILLED_BY_SERVER", 1000)
+    said: list[str] = []
+    found = metadata.run(metadata.MetadataOptions(pages=[16], repeats=3, resident=2000), said.append)
+    assert "committing 2000 pages" in said
+    assert found.start_new_s is None
+    assert found.resident_pages == 2000
+    assert [row.operation for row in found.rows] == ["match", "reserve", "commit", "reserve+commit"]

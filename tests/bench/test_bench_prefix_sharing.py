@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from maru_bench.prefix_sharing import (
-    CHUNK_TOKENS,
-    PAGE_TOKENS,
-    TAIL_TOKENS,
-    choose_device,
-    find_python,
-    make_prompts,
-)
+from maru_bench.machine import choose_device, find_python
+from maru_bench.prefix_sharing import CHUNK_TOKENS, PAGE_TOKENS, TAIL_TOKENS, make_prompts
 from maru_core.errors import ConfigError
 from tests.support import await_condition
 
@@ -87,18 +81,21 @@ def test_interrupted_it_stops_every_process_it_started(tmp_path: Path, model: Pa
     pids = tmp_path / "pids"
     python = _script(tmp_path / "python", f"echo $$ >> {pids}\nsleep 600 &\necho $! >> {pids}\nwait")
     command = _command(python, model, tmp_path / "out")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background have it ignored
+    )  # fmt: skip
     pool = f"maru-bench-{process.pid}-*"
 
     def started() -> list[int]:
         assert process.poll() is None, process.communicate()[0]
         return [int(line) for line in pids.read_text().split()] if pids.exists() else []
 
-    await_condition(lambda: len(started()) == 4, "both servers are starting", timeout_s=60)
+    await_condition(lambda: len(started()) == 4, "both servers are starting")
     children = started()
     assert list(Path("/dev/shm").glob(pool))
     os.kill(process.pid, number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     assert process.returncode not in (0, None)
     await_condition(lambda: not any(_alive(pid) for pid in children), "all are gone")
     assert not list(Path("/dev/shm").glob(pool))

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,33 @@ def test_a_failure_names_the_process_its_status_and_the_end_of_its_log(tmp_path:
     assert "line 99" in text
     assert "line 10\n" not in text
     process.stop()
+
+
+def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there already, and nobody who could stop it knows of it yet."""
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            started.append(self.pid)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ManagedProcess("sleeper", ["sleep", "600"], tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    [pid] = started
+    assert not Path(f"/proc/{pid}").exists()
+    # What is put off here is not put off there.
+    other = ManagedProcess("sleeper", ["sleep", "600"], tmp_path / "log")
+    status = Path(f"/proc/{other.pid}/status").read_text()
+    assert "SigBlk:\t0000000000000000\n" in status
+    assert other.stop() == -signal.SIGTERM
 
 
 def test_a_program_that_does_not_exist_is_an_error_with_its_name(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ spawn = multiprocessing.get_context("spawn")
 def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -210,12 +210,6 @@ def test_an_existing_pool_must_be_what_was_asked_for(
 def test_two_sizes_that_differ_are_refused(shm_uri: str) -> None:
     with pytest.raises(ConfigError, match=r"size=8M.*9M"):
         PoolMemory.create(shm_uri, size=9 << 20)
-
-
-def test_software_coherence_is_refused_at_mapping(shm_name: str) -> None:
-    for attempt in (PoolMemory.create, PoolMemory.attach):
-        with pytest.raises(PoolError, match="coherence=software"):
-            attempt(f"shm://{shm_name}?size=8M&coherence=software")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link", "dangling", "loop"])
@@ -430,7 +424,7 @@ def test_of_servers_that_start_at_once_one_wins(shm_uri: str) -> None:
     processes = [spawn.Process(target=make_one, args=(shm_uri, start, answers)) for _ in range(3)]
     for process in processes:
         process.start()
-    assert sorted(answers.get(timeout=30) for _ in processes) == ["busy", "busy", "made"]
+    assert sorted(answers.get(timeout=180) for _ in processes) == ["busy", "busy", "made"]
     for process in processes:
         process.join()
 

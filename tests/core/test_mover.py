@@ -298,7 +298,7 @@ assert PoolView(memory).valid(np.zeros(1, np.uint32), memory.generations[:1].cop
 print("same")
 """
     run = subprocess.run(
-        [sys.executable, "-c", code, str(memory.uri)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, str(memory.uri)], capture_output=True, text=True, timeout=180, check=False
     )
     assert run.stdout == "same\n", run.stderr
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,8 @@ from maru_core.pool import PoolURI, format_size, parse_pool_uri, parse_size
         ("shm://maru?size=8G", PoolURI("shm", Path("/dev/shm/maru"), size=8 << 30)),
         ("file:///mnt/pmem0/pool", PoolURI("file", Path("/mnt/pmem0/pool"))),
         ("file:///mnt/a%20b%23%3F/pool?mode=640", PoolURI("file", Path("/mnt/a b#?/pool"), mode=0o640)),
+        ("shm://maru?numa=0", PoolURI("shm", Path("/dev/shm/maru"), numa=0)),
+        ("file:///mnt/tmp/pool?size=1G&numa=1023", PoolURI("file", Path("/mnt/tmp/pool"), 1 << 30, numa=1023)),
         ("file:////twice", PoolURI("file", Path("/twice"))),
         ("dax:///dev/dax0.0", PoolURI("dax", Path("/dev/dax0.0"))),
         (
@@ -65,6 +69,11 @@ def test_parses(text: str, uri: PoolURI) -> None:
         ("shm://a?align=512", ["align=512", "4K"]),
         ("shm://a?min_slot=1000", ["min_slot=1000", "4K"]),
         ("shm://a?extent=1000", ["extent=1000", "4K"]),
+        *(
+            (f"shm://a?numa={bad}", [f"numa='{bad}'", "numactl"])
+            for bad in ("", "-1", "1.0", "0-1", "x", "1024", "٣", "00001")
+        ),
+        ("dax:///dev/dax0.0?numa=1", ["numa=1", "dax device", "leave numa out"]),
     ],
 )
 def test_refuses_and_says_why(text: str, named: list[str]) -> None:
@@ -94,10 +103,22 @@ names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_siz
     align=st.none() | st.integers(12, 40).map(lambda n: 1 << n),
     coherence=st.sampled_from(["hardware", "software"]),
     mode=st.sampled_from([0o600, 0o640, 0o660]),
+    numa=st.none() | st.integers(0, 1023),
 )
-def test_round_trip(place, size, extent, min_slot, align, coherence, mode) -> None:
+def test_round_trip(place, size, extent, min_slot, align, coherence, mode, numa) -> None:
     path = Path(place[1])
     if str(path) == "/" or str(path).startswith("//") or path.name == "":
         return
-    uri = PoolURI(place[0], path, size, coherence, extent, min_slot, align, mode)
+    numa = None if place[0] == "dax" else numa
+    uri = PoolURI(place[0], path, size, coherence, extent, min_slot, align, mode, numa)
     assert parse_pool_uri(str(uri)) == uri
+
+
+@given(st.text(max_size=12) | st.integers(-5, 2000).map(str))
+def test_whatever_stands_behind_numa_is_a_node_or_refused(text: str) -> None:
+    written = "shm://a?numa=" + quote(text)
+    if re.fullmatch("[0-9]{1,4}", text) and int(text) < 1024:
+        assert parse_pool_uri(written).numa == int(text)
+    else:
+        with pytest.raises(ConfigError, match="numa="):
+            parse_pool_uri(written)

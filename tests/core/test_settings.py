@@ -12,7 +12,7 @@ import pytest
 
 import maru_core
 from maru_core.errors import ConfigError
-from maru_core.settings import Settings
+from maru_core.settings import Settings, cache_folder
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -34,6 +34,7 @@ def test_every_variable_is_read() -> None:
             "MARU_POOL": "dax:///dev/dax1.0",
             "MARU_RUNTIME_DIR": "/run/maru",
             "MARU_POOL_SIZE": "8G",
+            "MARU_POOL_NUMA": "1",
             "MARU_IDLE_EXIT_S": "2.5",
             "MARU_LOG_LEVEL": "DEBUG",
             "MARU_SERVR": "typo",
@@ -47,6 +48,7 @@ def test_every_variable_is_read() -> None:
         idle_exit_s=2.5,
         log_level="debug",
         unknown=("MARU_SERVR",),
+        pool_numa=1,
     )
 
 
@@ -55,6 +57,7 @@ def test_every_variable_is_read() -> None:
     [
         ("MARU_SERVER", "localhost:7878"),
         ("MARU_RUNTIME_DIR", "relative/dir"),
+        ("MARU_POOL_NUMA", "near"),
         ("MARU_IDLE_EXIT_S", "soon"),
         ("MARU_IDLE_EXIT_S", "0"),
         ("MARU_IDLE_EXIT_S", "nan"),
@@ -81,10 +84,21 @@ def test_a_misspelt_variable_is_said_with_the_nearest_known_one(caplog: pytest.L
     ]
 
 
+def test_what_is_cached_lies_where_this_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
+    assert cache_folder() == Path("/var/cache/me/maru")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder() == Path("/home/me/.cache/maru")
+
+
 def test_no_other_module_reads_the_environment() -> None:
     root = Path(maru_core.__file__).parent.parent
     packages = ["maru_core", "maru_server", "maru_sglang"]
     found = subprocess.run(
-        ["grep", "-rnE", "--include=*.py", r"environ\b|getenv", *packages], cwd=root, capture_output=True, text=True
+        ["grep", "-rnE", "--include=*.py", r"os\.environ|getenv|import environ", *packages],
+        cwd=root,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines()
     assert [line for line in found if not line.startswith("maru_core/settings.py:")] == []

@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from maru_bench.servers import MaruServer
+
+if TYPE_CHECKING:
+    from pair import Engines
 
 HAVE_KIT = importlib.util.find_spec("sglang.srt") is not None
 
@@ -35,12 +39,20 @@ def model() -> Path:
     return make_model()
 
 
+@pytest.fixture(scope="session")
+def engines(logs: Path, model: Path) -> Iterator[Engines]:
+    from pair import running_pair
+
+    with running_pair(logs, model) as made:
+        yield made
+
+
 @pytest.fixture
 def maru_server(tmp_path: Path) -> Iterator[MaruServer]:
     """A ``maru-server`` process of its own; its pool outlives it until the test ends."""
     server = MaruServer(tmp_path, size="256M", keep_pool=True)
     try:
-        server.start()
+        server.start(180)
         yield server
     finally:
         server.stop()

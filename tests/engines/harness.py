@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maru_bench.servers import Answer, SGLangOptions, SGLangServer, wait_all_ready
+from maru_bench.servers import Answer, MaruServer, SGLangOptions, SGLangServer, wait_all_ready
 from maru_core.pool import Geometry
 from maru_core.pool.format import BLOCK_BYTES
 
@@ -35,20 +35,15 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def make_model(seed: int = 0) -> Path:
-    """The engine kit's tiny Llama, made once and kept beside the interpreter."""
-    target = Path(sys.prefix) / "maru-models" / f"tiny-{seed}"
-    line = [
-        sys.executable,
-        "-m",
-        "maru_engine_kit.models",
-        "make-llama",
-        str(target),
-        "--size",
-        "tiny",
-        "--seed",
-        str(seed),
-    ]
+def make_model(seed: int = 0, shape: str | None = None) -> Path:
+    """The engine kit's tiny Llama, or its tiny model of another shape, made once and kept beside the interpreter."""
+    target = Path(sys.prefix) / "maru-models" / f"{shape or 'tiny'}-{seed}"
+    words = (
+        ["make-llama", str(target), "--size", "tiny"]
+        if shape is None
+        else ["make-shape", str(target), "--shape", shape]
+    )
+    line = [sys.executable, "-m", "maru_engine_kit.models", *words, "--seed", str(seed)]
     subprocess.run(line, check=True, capture_output=True, text=True)
     return target
 
@@ -110,6 +105,11 @@ def options(model: Path, **changes: Any) -> SGLangOptions:
         "arguments": ("--admin-api-key", ADMIN_KEY, *changes.pop("arguments", ())),
     }
     return SGLangOptions(**(fields | changes))
+
+
+def patient(server: MaruServer, **more: object) -> dict[str, object]:
+    """The backend's extra config for a server of the test's own; slow answers of a busy machine are no faults."""
+    return {"server": server.endpoint, "timeout_ms": 5000} | more
 
 
 def start_all(servers: Sequence[EngineServer]) -> None:

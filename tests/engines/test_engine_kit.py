@@ -101,7 +101,7 @@ def test_page_hashes_are_those_of_sglang(kind: str) -> None:
 def run(code: str, *path: Path) -> str:
     search = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(search)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -189,3 +189,86 @@ def test_a_tiny_model_answers_differently_to_different_prompts(tmp_path: Path) -
     assert len(set(logits.argmax(-1).tolist())) >= 6
     gap = (logits[:8].log_softmax(-1) - logits[8:].log_softmax(-1)).abs().amax(-1)
     assert bool((gap > 0.05).all()), "the last token must depend on the first"
+
+
+def test_states_go_to_the_host_and_come_back() -> None:
+    """All layers to the host, layer by layer to other slots; then those are equal and no others."""
+    import torch
+    from side_pool_support import make_mamba
+
+    from maru_engine_kit.plugin import provide_transfers
+
+    provide_transfers()
+    for layout, io in (("page_first", "kernel"), ("page_first_direct", "direct")):
+        pool = make_mamba(layout)
+        device = [*pool.temporal_device_layers, *[layer for layers in pool.conv_device_layers for layer in layers]]
+        for number, layer in enumerate(device):
+            layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(number)))
+        before = [layer.clone() for layer in device]
+        source, host, target = torch.tensor([3, 9]), torch.tensor([7, 1]), torch.tensor([5, 12])
+        pool.backup_from_device_all_layer(None, host, source, io)
+        for layer in range(pool.num_mamba_layers):
+            pool.load_to_device_per_layer(None, host, target, layer, io)
+        for layer, old in zip(device, before, strict=True):
+            assert torch.equal(layer[target], old[source])
+            rest = [slot for slot in range(len(layer)) if slot not in (5, 12)]
+            assert torch.equal(layer[rest], old[rest])
+
+
+def test_the_convolution_is_causal_and_its_state_is_the_last_inputs() -> None:
+    import torch
+
+    from maru_engine_kit.convolution import causal_conv1d_fn, causal_conv1d_update
+
+    draw = torch.Generator().manual_seed(1)
+    channels, width = 5, 3
+    weight, bias = torch.randn(channels, width, generator=draw), torch.randn(channels, generator=draw)
+    sequences = [torch.randn(channels, length, generator=draw) for length in (7, 4)]
+    whole = [
+        torch.nn.functional.silu(
+            torch.nn.functional.conv1d(
+                torch.nn.functional.pad(inputs, (width - 1, 0))[None], weight[:, None], bias, groups=channels
+            )[0]
+        )
+        for inputs in sequences
+    ]
+    states = torch.full((6, channels, width - 1), 9.0)
+    slots = torch.tensor([4, 2], dtype=torch.int32)
+
+    def prefill(parts: list[Any], resumed: bool) -> Any:
+        bounds = torch.tensor([0, *itertools.accumulate(part.shape[1] for part in parts)], dtype=torch.int32)
+        return causal_conv1d_fn(
+            torch.cat(parts, dim=1), weight, bias, query_start_loc=bounds, cache_indices=slots, conv_states=states,
+            has_initial_state=torch.tensor([resumed] * 2),
+        )  # fmt: skip
+
+    first = prefill([inputs[:, :2] for inputs in sequences], False)
+    then = prefill([inputs[:, 2:-1] for inputs in sequences], True)
+    last = causal_conv1d_update(
+        torch.stack([inputs[:, -1] for inputs in sequences]), states, weight, bias, "silu", conv_state_indices=slots
+    )
+    position = 0
+    for number, (inputs, right) in enumerate(zip(sequences, whole, strict=True)):
+        length = inputs.shape[1] - 3
+        mine = torch.cat(
+            [first[:, 2 * number : 2 * number + 2], then[:, position : position + length], last[number][:, None]], dim=1
+        )
+        assert torch.allclose(mine, right, atol=1e-5)
+        assert torch.equal(states[slots[number]], inputs[:, -2:])
+        position += length
+    assert bool((states[[0, 1, 3, 5]] == 9).all()), "no other request's state"
+
+
+def test_tiny_models_of_other_shapes_come_from_their_seed_alone(tmp_path: Path) -> None:
+    from maru_engine_kit.models import make_shape
+    from maru_engine_kit.shapes import SHAPES
+
+    for shape in SHAPES:
+        first, again, other = (
+            make_shape(tmp_path / shape / name, shape, seed=seed) for name, seed in (("a", 3), ("b", 3), ("c", 4))
+        )
+        weights = [(folder / "model.safetensors").read_bytes() for folder in (first, again, other)]
+        assert weights[0] == weights[1]
+        assert weights[0] != weights[2]
+    with pytest.raises(ValueError, match="compressed"):
+        make_shape(tmp_path / "d", "round")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import STORED_TOKENS, EngineServer, has_gpu, make_prompt, options, same_answer, start_all
+from harness import STORED_TOKENS, EngineServer, has_gpu, make_prompt, options, patient, same_answer, start_all
 
 from maru_bench.servers import MaruServer
 
@@ -30,7 +30,7 @@ def two_ranks(logs: Path, model: Path, maru_server: MaruServer) -> Iterator[Engi
     chosen = options(
         model,
         tensor_parallel=2,
-        extra_config={"server": maru_server.endpoint},
+        extra_config=patient(maru_server),
         env={"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"},
     )
     server = EngineServer("two ranks", chosen, logs / "two-ranks.log")

@@ -12,11 +12,15 @@ from pathlib import Path
 import zmq
 
 from maru_core import protocol as p
+from maru_core.keys import ClientKeys
 from maru_core.pool import PoolMemory, parse_pool_uri
 from maru_core.session import Session
+from maru_server.config import StateConfig
 from maru_server.directory import PoolDirectory
+from maru_server.election import Election
 from maru_server.service import Service
-from maru_server.state import ServerState, StateConfig
+from maru_server.state import ServerState
+from maru_server.trust import Trust
 from tests.support import hashes
 
 
@@ -30,6 +34,9 @@ class Running:
         bind: str | None = None,
         config: StateConfig | None = None,
         idle_exit_s: float | None = None,
+        election: Election | None = None,
+        insecure: bool = False,
+        trust: Trust | None = None,
         prepare: Callable[[PoolMemory, ServerState], None] = lambda memory, state: None,
     ) -> None:
         config = config or StateConfig()
@@ -53,6 +60,9 @@ class Running:
                 incarnation=incarnation,
                 lease_s=config.lease_s,
                 idle_exit_s=idle_exit_s,
+                insecure=insecure,
+                trust=trust,
+                election=election,
             )
         except BaseException:
             self.memory.close()
@@ -63,13 +73,13 @@ class Running:
 
     def stop(self) -> None:
         self.service.stop()
-        self.thread.join(20)
+        self.thread.join(180)
         assert not self.thread.is_alive()
         self.service.close()
         self.memory.close()
 
-    def session(self, timeout_s: float = 5.0) -> Session:
-        return Session(self.endpoint, name="test", timeout_s=timeout_s)
+    def session(self, timeout_s: float = 60.0, keys: ClientKeys | None = None) -> Session:
+        return Session(self.endpoint, name="test", timeout_s=timeout_s, keys=keys)
 
 
 @contextlib.contextmanager
@@ -78,7 +88,7 @@ def raw(endpoint: str, **options: int) -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
-        dealer.rcvtimeo = 10_000
+        dealer.rcvtimeo = 60_000
         for name, value in options.items():
             setattr(dealer, name, value)
         dealer.connect(endpoint)

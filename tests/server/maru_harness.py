@@ -21,6 +21,7 @@ from maru_core.protocol import (
     Hello,
     Located,
     Match,
+    MissReason,
     NamespaceOpened,
     OpenNamespace,
     Release,
@@ -28,10 +29,13 @@ from maru_core.protocol import (
     Request,
     Reserve,
     Reserved,
+    Unhold,
     Welcome,
 )
+from maru_server.config import StateConfig
 from maru_server.directory import PoolDirectory
-from maru_server.state import ServerState, StateConfig
+from maru_server.sessions import LOCAL, Peer
+from maru_server.state import ServerState
 
 CREATED_NS = 1_700_000_000 * 10**9
 WALL_OFFSET = 1_800_000_000.0
@@ -112,6 +116,12 @@ class Server:
 
     def boot(self) -> None:
         """Start a server over the memory as it is."""
+        self.boot_without_memory()
+        self.state.extents_ready(self.geometry.extent_count, self.now)
+        self._check()
+
+    def boot_without_memory(self) -> None:
+        """The same, before extents beyond those in use have their memory."""
         self.incarnation += 1
         self.directory = self._directory_type(self.geometry, self.meta)
         self.state = ServerState(
@@ -122,8 +132,6 @@ class Server:
             now=self.now,
             wall_offset=WALL_OFFSET,
         )
-        self.state.extents_ready(self.geometry.extent_count, self.now)
-        self._check()
 
     def restart(self, meta: npt.NDArray[np.uint8] | None = None) -> None:
         """Lose everything but the pool's bytes, or a copy of them."""
@@ -134,8 +142,8 @@ class Server:
         if self.checked:
             self.state.check()
 
-    def send(self, message: Request) -> Reply | None:
-        reply = self.state.handle(message, self.now)
+    def send(self, message: Request, peer: Peer = LOCAL) -> Reply | None:
+        reply = self.state.handle(message, self.now, peer)
         self._check()
         return reply
 
@@ -160,24 +168,30 @@ class Server:
 class Client:
     """One session, with one namespace open; arrays in, arrays out."""
 
-    def __init__(self, server: Server, name: str = "client", *, tag: str = "", client_id: bytes | None = None) -> None:
+    def __init__(
+        self, server: Server, name: str = "client", *, tag: str = "", client_id: bytes | None = None, peer: Peer = LOCAL
+    ) -> None:
         self.server = server
+        self.peer = peer
         self.name = name
         self.tag = tag
         self.client_id = client_id or hashlib.sha256(name.encode()).digest()[:16]
         self.connect()
 
+    def send(self, message: Request) -> Reply | None:
+        return self.server.send(message, self.peer)
+
     def connect(self) -> None:
-        reply = self.server.send(Hello(PROTOCOL_VERSION, 1, self.client_id, self.name, "host", 1, 2, "ns", "boot"))
+        reply = self.send(Hello(PROTOCOL_VERSION, 1, self.client_id, self.name, "host", 1, 2, "ns", "boot"))
         assert isinstance(reply, Welcome), reply
         self.session = reply.session
-        opened = self.server.send(OpenNamespace(2, self.session, record(self.tag)))
+        opened = self.send(OpenNamespace(2, self.session, record(self.tag)))
         assert isinstance(opened, NamespaceOpened), opened
         self.namespace = opened.namespace
 
     def reserve_reply(self, hashes: bytes, **options: Any) -> Reply | None:
         values = {"component": "kv", "shard": 0, "world": 1, "parent": ROOT, "nbytes": 4000, **options}
-        return self.server.send(
+        return self.send(
             Reserve(
                 3,
                 self.session,
@@ -199,7 +213,7 @@ class Client:
     def commit(self, grant: Grant, which: slice | list[int] = slice(None), checksums: bytes = b"") -> list[int]:
         """Commit status of the slots that were reserved."""
         slots, generations = grant.mine(which)
-        reply = self.server.send(Commit(4, self.session, slots.tobytes(), generations.tobytes(), checksums))
+        reply = self.send(Commit(4, self.session, slots.tobytes(), generations.tobytes(), checksums))
         assert isinstance(reply, Committed), reply
         return list(reply.status)
 
@@ -212,39 +226,53 @@ class Client:
 
     def release(self, grant: Grant, which: slice | list[int] = slice(None)) -> int:
         slots, generations = grant.mine(which)
-        reply = self.server.send(Release(5, self.session, slots.tobytes(), generations.tobytes()))
+        reply = self.send(Release(5, self.session, slots.tobytes(), generations.tobytes()))
         assert isinstance(reply, Done), reply
         return reply.count
 
-    def match(self, hashes: bytes, components: list[str] | None = None, shard: int = 0, sparse: bool = False) -> Place:
-        reply = self.server.send(Match(6, self.session, self.namespace, components or ["kv"], shard, hashes, sparse))
+    def match_reply(
+        self, hashes: bytes, components: list[str] | None = None, shard: int = 0, sparse: bool = False, **options: Any
+    ) -> Reply | None:
+        components = components or ["kv"]
+        return self.send(Match(6, self.session, self.namespace, components, shard, hashes, sparse, **options))
+
+    def match(
+        self, hashes: bytes, components: list[str] | None = None, shard: int = 0, sparse: bool = False, **options: Any
+    ) -> Place:
+        """``options``: ``rules``, ``hold``."""
+        reply = self.match_reply(hashes, components, shard, sparse, **options)
         assert isinstance(reply, Located), reply
         return Place(reply)
 
+    def unhold(self, request: bytes) -> int:
+        reply = self.send(Unhold(10, self.session, self.namespace, request))
+        assert isinstance(reply, Done), reply
+        return reply.count
+
     def delete(self, hashes: bytes) -> int:
-        reply = self.server.send(Delete(7, self.session, self.namespace, hashes))
+        reply = self.send(Delete(7, self.session, self.namespace, hashes))
         assert isinstance(reply, Done), reply
         return reply.count
 
     def clear(self, everything: bool = False) -> int:
-        reply = self.server.send(Clear(8, self.session, None if everything else self.namespace))
+        reply = self.send(Clear(8, self.session, None if everything else self.namespace))
         assert isinstance(reply, Done), reply
         return reply.count
 
     def touch(self, hashes: bytes) -> None:
         from maru_core.protocol import Touch
 
-        assert self.server.send(Touch(self.session, self.namespace, hashes)) is None
+        assert self.send(Touch(self.session, self.namespace, hashes)) is None
 
     def heartbeat(self) -> Reply | None:
         from maru_core.protocol import Heartbeat
 
-        return self.server.send(Heartbeat(9, self.session))
+        return self.send(Heartbeat(9, self.session))
 
     def goodbye(self) -> None:
         from maru_core.protocol import Goodbye
 
-        assert self.server.send(Goodbye(self.session)) is None
+        assert self.send(Goodbye(self.session)) is None
 
 
 class Grant:
@@ -273,4 +301,8 @@ class Place:
         self.generations = np.frombuffer(reply.generations, "<u8").tolist()
         self.lengths = np.frombuffer(reply.lengths, "<u8").tolist()
         self.checksums = np.frombuffer(reply.checksums, "<u8").tolist()
+        self.why = MissReason(reply.why)
+        self.held_s = reply.held_s
+        self.ends = np.frombuffer(reply.ends, "<u4").tolist()
+        self.covered = reply.covered
         assert len({*map(len, (self.slots, self.offsets, self.generations, self.lengths, self.checksums))}) == 1

@@ -23,9 +23,10 @@ from maru_core.errors import ConfigError, ServerError, VersionMismatchError
 from maru_core.pool import PoolMemory
 from maru_core.process import ProcessIdentity
 from maru_core.session import Session
-from maru_server import service as service_module
+from maru_server import provisioner as provisioner_module
+from maru_server.config import StateConfig
 from maru_server.endpoint import check_endpoint
-from maru_server.state import ServerState, StateConfig
+from maru_server.state import ServerState
 from tests.server.live import Running, raw, store
 from tests.support import await_condition, hashes, namespace
 
@@ -94,7 +95,7 @@ def test_the_first_extents_have_their_memory_before_anyone_is_served(tmp_path: P
 def test_memory_that_cannot_be_had_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service_module, "PROVISION_RETRY_S", 0.01)
+    monkeypatch.setattr(provisioner_module, "RETRY_S", 0.01)
     refusals: list[int] = []
     scarce = True
 
@@ -129,9 +130,10 @@ def test_memory_that_cannot_be_had_is_asked_for_again(
 
 
 def test_it_ends_by_itself_a_while_after_the_last_client(tmp_path: Path) -> None:
-    running = Running(tmp_path, idle_exit_s=0.3)
+    running = Running(tmp_path)
     session = running.session()
     session.connect()
+    running.service._idle_exit_s = 0.3  # from here on: a slow client of a new server would find it gone
     for _ in range(10):  # several idle times over, with a client there
         session.stats()
         assert not running.thread.join(0.1)
@@ -143,7 +145,7 @@ def test_it_ends_by_itself_a_while_after_the_last_client(tmp_path: Path) -> None
 
 def test_it_ends_though_clients_fell_silent_where_its_pool_was_removed(tmp_path: Path) -> None:
     """They have found another server; their processes live on, and would keep this one for the whole quarantine."""
-    running = Running(tmp_path, idle_exit_s=0.2, config=StateConfig(heartbeat_s=0.1, lease_s=0.4))
+    running = Running(tmp_path, config=StateConfig(heartbeat_s=0.1, lease_s=0.4))
     me = ProcessIdentity.current()
     with raw(running.endpoint) as dealer:
         hello = p.Hello(
@@ -151,10 +153,11 @@ def test_it_ends_though_clients_fell_silent_where_its_pool_was_removed(tmp_path:
         )
         dealer.send(p.encode(hello))
         assert isinstance(p.decode_reply(dealer.recv()), p.Welcome)
+        running.service._idle_exit_s = 0.2
         running.thread.join(1.5)
         assert running.thread.is_alive(), "a client that is silent may wake up"
         (tmp_path / "pool").unlink()
-        running.thread.join(10)
+        running.thread.join(120)
         assert not running.thread.is_alive()
     running.stop()
 
@@ -204,7 +207,7 @@ def ask(dealer: zmq.Socket[bytes], *frames: bytes) -> p.Reply:
         (msgspec.msgpack.encode(["Match", True, 1]), 0),
         (msgspec.msgpack.encode(["Match", "x", 1]), 0),
         (msgspec.msgpack.encode(["Nonsense", 13, 1]), 13),
-        (msgspec.msgpack.encode(["x" * 1_000_000, 14]), 14),
+        (msgspec.msgpack.encode(["x" * 400_000, 14]), 14),
         (msgspec.msgpack.encode(["Hello", 1, 15]), 15),
         (msgspec.msgpack.encode(["Stats", -5, "x"]), -5),
         (p.encode(p.Done(3, 4, 5)), 3),
@@ -248,7 +251,7 @@ def test_another_protocol_is_told_both_versions(data: bytes, running: Running) -
 
 
 def test_the_session_raises_for_another_protocol(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maru_core.session.PROTOCOL_VERSION", 2)
+    monkeypatch.setattr("maru_core.conversation.PROTOCOL_VERSION", 2)
     session = running.session()
     with pytest.raises(VersionMismatchError, match="server speaks protocol 1 and the client 2"):
         session.connect()
@@ -262,7 +265,7 @@ def test_a_fault_of_the_server_is_logged_answered_and_survived(
     session.connect()
     handle = running.state.handle
 
-    def faulty(message: p.Request, now: float) -> p.Reply | None:
+    def faulty(message: p.Request, now: float, *rest: object) -> p.Reply | None:
         if isinstance(message, p.Clear | p.Touch):
             raise ZeroDivisionError("a fault on purpose")
         return handle(message, now)
@@ -378,7 +381,7 @@ def is_request(data: bytes) -> bool:
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Session, int, bytes]]:
     # No heartbeats and no leases within the test: what changes was changed by a message.
     running = Running(tmp_path_factory.mktemp("fuzz"), config=StateConfig(heartbeat_s=300, lease_s=1000))
-    session = running.session(timeout_s=10)
+    session = running.session()
     number = session.open_namespace(namespace().record())
     keys = store(session, number, 30)
     yield running, session, number, keys
@@ -516,8 +519,13 @@ def test_a_socket_file_that_is_removed_comes_back(whole: bool, tmp_path: Path) -
             directory.mkdir()
             await_condition((directory / "sock").is_socket, "the socket file is back")
             assert stat.S_IMODE((directory / "sock").stat().st_mode) == 0o600
-            dealer.send(p.encode(p.Stats(2)))  # who was connected still is
-            assert p.decode_reply(dealer.recv()).rid == 2
+
+            def answered() -> bool:
+                # What is on its way while the library listens anew may be lost, as a client's call that finds no answer is.
+                dealer.send(p.encode(p.Stats(2)))
+                return bool(dealer.poll(2000)) and p.decode_reply(dealer.recv()).rid == 2
+
+            await_condition(answered, "who was connected is answered still")
         session = running.session()
         session.connect()
         session.close()
@@ -558,6 +566,6 @@ def test_log_messages_of_refusals_are_bounded(running: Running, caplog: pytest.L
     with caplog.at_level(logging.WARNING), raw(running.endpoint) as dealer:
         for _ in range(200):
             dealer.send(b"\xc1")
-        barrier(dealer)
+            dealer.recv()  # whoever does not read loses replies
     refusals = [record for record in caplog.records if "refused a message" in record.message]
     assert len(refusals) == 1

@@ -351,6 +351,28 @@ def test_a_dead_process_gives_its_slots_back(server: Server, client: Client) -> 
     assert server.stats["slots_reserved"] == 1
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_a_dead_process_wrote_through_agents_may_still_arrive(
+    server: Server, client: Client, silent: bool
+) -> None:
+    assert isinstance(
+        client.send(protocol.Reaches(1, client.session, [protocol.Way("rdma", "through agents")])), protocol.Done
+    )
+    grant = client.reserve(chain("a", 3))
+    other = server.client("other")
+    if silent:
+        server.wait(11, alive=(other,))
+    server.state.process_gone(client.session, server.now)
+    assert server.stats["slots_quarantined"] == 3
+    again = other.reserve(chain("a", 3))
+    assert again.status == [RESERVED] * 3
+    assert not set(again.slots) & set(grant.slots)
+    other.commit(again)
+    server.wait(server.config.quarantine_s + 1, alive=(other,))
+    assert server.stats["slots_quarantined"] == 0
+    server.state.check()
+
+
 def test_a_silent_sessions_slots_are_nobodys(server: Server, client: Client) -> None:
     other = server.client("other")
     grant = client.reserve(chain("a", 3))
@@ -587,8 +609,8 @@ def test_uses_are_remembered_over_a_restart() -> None:
 
 def test_a_reserve_waits_for_memory_to_come_before_it_evicts() -> None:
     server = Server(growth_s=1.0)
-    server.state._slabs.ready = 1  # as on a pool whose memory is provided little by little
-    server.state._slabs._uncut = [0]
+    server.state.books.slabs.ready = 1  # as on a pool whose memory is provided little by little
+    server.state.books.slabs._uncut = [0]
     client = server.client()
     client.store(chain("a", 8))
     assert server.state.wanted_extents(server.now) > 1

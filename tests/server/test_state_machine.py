@@ -13,7 +13,8 @@ from maru_harness import Client, Grant, Server, chain, geometry
 from stepping import SteppingDirectory
 
 from maru_core.pool.format import COMMITTED
-from maru_core.protocol import ROOT
+from maru_core.protocol import ROOT, Done, Pin, Unpin
+from maru_server.eviction import POLICIES
 
 # A small forest, so that the same pages come again: trunk 0-3, two branches off page 1.
 TRUNK = [chain("t", 1, start=index) for index in range(4)]
@@ -39,9 +40,21 @@ Place = tuple[int, int]  # slot, generation
 class Machine(RuleBasedStateMachine):
     """``stored`` is what clients know to be there; every step checks that the pool holds that and nothing else."""
 
-    @initialize(extents=st.integers(2, 4))
-    def start(self, extents: int) -> None:
-        self.server = Server(geometry(extents, 4), directory=SteppingDirectory, low=0.6, high=0.9, reservation_s=30.0)
+    @initialize(
+        extents=st.integers(2, 4), policy=st.sampled_from(sorted(POLICIES)), quota=st.sampled_from([{}, {"": 0.7}])
+    )
+    def start(self, extents: int, policy: str, quota: dict[str, float]) -> None:
+        self.server = Server(
+            geometry(extents, 4),
+            directory=SteppingDirectory,
+            low=0.6,
+            high=0.9,
+            reservation_s=30.0,
+            policy=policy,
+            quotas=quota,
+            pin_share=0.5,
+        )
+        self.pinned: set[bytes] = set()
         self.clients: list[Client] = []
         self.births = 0
         self.grants: list[tuple[Client, int, Grant, list[Thing]]] = []
@@ -106,7 +119,8 @@ class Machine(RuleBasedStateMachine):
         things: list[Thing] = [(component, page, shard) for page in pages]
         for thing, status in zip(things, grant.status, strict=True):
             assert status != 4, "honest clients never conflict"
-            assert (status == 1) == (thing in self.stored) or status == 3 or status == 0
+            assert (status == 1) == (thing in self.stored) or status in (0, 3, 5)
+            assert status != 5 or self.server.config.quotas, "over a quota that nobody has"
         for slot, generation in zip(*(part.tolist() for part in grant.mine()), strict=True):
             assert generation > self.told.get(slot, 0), "a generation was given twice"
             self.told[slot] = generation
@@ -205,6 +219,7 @@ class Machine(RuleBasedStateMachine):
     def delete(self, who: int, which: list[bytes], index: int) -> None:
         page = which[index % len(which)]
         gone = {thing for thing in self.stored if page in self.ancestry(thing[1])}
+        self.pinned = {pinned for pinned in self.pinned if page not in self.ancestry(pinned)}
         assert self.someone(who).delete(page) == len(gone)
         for thing in gone:
             del self.stored[thing]
@@ -212,6 +227,23 @@ class Machine(RuleBasedStateMachine):
     def clear(self, who: int) -> None:
         assert self.someone(who).clear() == len(self.stored)
         self.stored.clear()
+        self.pinned.clear()
+
+    @rule(which=st.sampled_from(CHAINS), index=st.integers(0, 4), end=st.booleans())
+    def pin(self, which: list[bytes], index: int, end: bool) -> None:
+        page, client = which[index % len(which)], self.someone(0)
+        if end:
+            client.send(Unpin(1, client.session, client.namespace, page))
+            self.pinned.discard(page)
+            return
+        reply = client.send(Pin(1, client.session, client.namespace, page))
+        if isinstance(reply, Done):
+            assert any(thing[1] == page for thing in self.stored), "a page without objects was pinned"
+            assert reply.count <= self.server.state.books.pages.pins.budget or page in self.pinned
+            self.pinned.add(page)
+
+    def pins(self) -> set[bytes]:
+        return {pin.page for pin in self.server.state.books.pages.pins}
 
     def ancestry(self, page: bytes) -> list[bytes]:
         """The page and what lies above it, as far as the server can know: up to the first page it never saw."""
@@ -224,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         return line
 
     def known_rows(self) -> set[bytes]:
-        tree = next(iter(self.server.state._trees.values()), None)
+        tree = next(iter(self.server.state.books.trees.values()), None)
         return set() if tree is None else {key for key, row in tree.rows.items() if tree.parent[row] != -2}
 
     # ------------------------------------------------------------ what befalls them
@@ -272,6 +304,8 @@ class Machine(RuleBasedStateMachine):
         pages = {page for _, page, _ in gone}
         assert not pages & {page for _, page, _ in found}, "a page was evicted in part"
         assert not pages & {self.parents[page] for _, page, _ in found}, "a parent went before its child"
+        kept = {page for pinned in self.pinned for page in self.ancestry(pinned)}
+        assert not pages & kept, "a pinned page was evicted, or one before it"
         for thing in gone:
             del self.stored[thing]
         self.counts = now
@@ -291,8 +325,16 @@ class Machine(RuleBasedStateMachine):
         self.server.restart()
         self.counts = self.server.stats
         assert self.counts["discarded"] == 0
+        self.find_pins()
 
-    @rule(data=st.data(), deed=st.sampled_from(["store", "commit", "delete", "clear", "tick", "leave"]))
+    def find_pins(self) -> None:
+        """The pins after a restart; where pinned pages have grown beyond the budget, some end."""
+        if not self.counts["pins_ended"]:
+            assert self.pins() == self.pinned, "pins after a restart"
+        assert self.pins() <= self.pinned
+        self.pinned = self.pins()
+
+    @rule(data=st.data(), deed=st.sampled_from(["store", "commit", "delete", "clear", "tick", "leave", "pin"]))
     def kill(self, data: st.DataObject, deed: str) -> None:
         """Kill the server after any single store of what it does, and start another over what it left."""
         # With what clients had been told by then: no reply is sent before the last store of its message.
@@ -302,7 +344,7 @@ class Machine(RuleBasedStateMachine):
             snapshots.append((self.server.meta.copy(), dict(self.told), len(self.grants)))
 
         look()
-        known = dict(self.stored)
+        known, pinned = dict(self.stored), set(self.pinned)
         directory = self.server.directory
         assert isinstance(directory, SteppingDirectory)
         directory.after_store = look
@@ -315,6 +357,8 @@ class Machine(RuleBasedStateMachine):
             self.delete(0, which, data.draw(st.integers(0, 4)))
         elif deed == "clear":
             self.clear(0)
+        elif deed == "pin":
+            self.pin(which, data.draw(st.integers(0, 4)), data.draw(st.booleans()))
         elif deed == "leave" and len(self.clients) > 1:
             self.leave(data.draw(st.integers(0, 2)), "goodbye")
         else:
@@ -335,6 +379,11 @@ class Machine(RuleBasedStateMachine):
             assert place in (known.get(thing), after.get(thing)) or self.was_granted(thing, place)
         assert all(generation >= self.told.get(slot, 0) for slot, generation in found.values())
         self.stored = found
+        pages = {page for _, page, _ in found}
+        assert self.pins() <= pinned | self.pinned, "a pin that nobody asked for"
+        if not self.counts["pins_ended"]:
+            assert pinned & self.pinned & pages <= self.pins(), "an acknowledged pin was lost"
+        self.pinned = self.pins()
 
     def was_granted(self, thing: Thing, place: Place) -> bool:
         return any(
@@ -350,13 +399,17 @@ class Machine(RuleBasedStateMachine):
             self.server.state.check()
             assert self.committed() == self.stored
             slots = self.server.stats
-            free = sum(len(part) for part in (self.server.state._slabs.check()[0],))
-            cut = len(self.server.state._slabs.check()[1])
+            free = sum(len(part) for part in (self.server.state.books.slabs.check()[0],))
+            cut = len(self.server.state.books.slabs.check()[1])
             used = slots["objects"] + slots["slots_reserved"] + slots["slots_quarantined"]
             assert free + used == cut, "slots = free + reserved + quarantined + committed"
+            assert self.pins() == self.pinned
+            tenants = self.server.state.books.pages.tenants
+            quota = tenants.quota("")
+            assert quota is None or tenants.used[""] <= quota, "more than the quota"
 
 
 Machine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("MARU_TEST_EXAMPLES", "60")), stateful_step_count=40, deadline=None
+    max_examples=int(os.environ.get("MARU_TEST_EXAMPLES", "40")), stateful_step_count=40, deadline=None
 )
 test_any_history = Machine.TestCase

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from maru_harness import chain
 
-from maru_server.eviction import LruLeaves
+from maru_server import tree as tree_module
+from maru_server.eviction import Evictor
+from maru_server.index import page_index
 from maru_server.lookup import split
 from maru_server.tree import ROOT_ROW, UNKNOWN_ROW, PrefixTree, depths
 
@@ -39,12 +43,20 @@ def test_a_chain_hangs_under_its_parent_and_grows_the_columns() -> None:
     assert len(tree) == 200
 
 
+@pytest.fixture(params=[True, False], ids=["compiled", "plain"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk as it was built, and as it is without a compiler."""
+    if not request.param:
+        monkeypatch.setattr(tree_module, "_subtree", None)
+
+
+@pytest.mark.usefixtures("compiled")
 def test_below_lists_every_page_before_its_parent_whatever_was_asked() -> None:
     tree = PrefixTree(0)
     trunk = tree.add_chain(keys("t", 5), ROOT_ROW, 1)
     branch = tree.add_chain(keys("b", 3), int(trunk[2]), 1)
     for asked in ([2], [4, 2], [2, 4], [4, 3, 2], [2, int(branch[0]), 4]):
-        order = tree.below(asked)
+        order = tree.below(asked).tolist()
         assert sorted(order) == sorted([*trunk[2:].tolist(), *branch.tolist()])
         for row in order:
             assert int(tree.parent[row]) not in order[: order.index(row)]
@@ -69,6 +81,59 @@ def test_a_page_with_children_is_not_removed() -> None:
     rows = tree.add_chain(keys("a", 2), ROOT_ROW, 1)
     with pytest.raises(AssertionError):
         tree.remove(int(rows[0]))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("seed", range(20))
+def test_subtrees_go_as_if_page_by_page(seed: int) -> None:
+    rng = random.Random(seed)
+    trees = [PrefixTree(0), PrefixTree(0)]
+    rows: list[int] = []
+    for number in range(60):
+        parent = rng.choice([ROOT_ROW, UNKNOWN_ROW, *rows, *rows[-3:]])
+        for tree in trees:
+            added = tree.add_chain(keys(number, 1), parent, 1)
+            store(tree, added, number)
+        rows.append(int(added[0]))
+    for row in rng.sample(rows, 20):
+        for tree in trees:
+            tree.guard(row)
+    at_once, by_page = trees
+    while len(at_once):
+        asked = rng.sample(at_once.used_rows().tolist(), min(len(at_once), rng.randrange(1, 4)))
+        order = at_once.below(asked)
+        exposed = at_once.remove_all(order)
+        above = {by_page.remove(row) for row in order.tolist()}
+        assert sorted(exposed) == sorted(row for row in above if row >= 0 and by_page.in_use(row))
+        assert at_once.strip(order).tolist() == by_page.strip(order).tolist()
+        assert at_once.check() == by_page.check()
+        assert at_once.guards == by_page.guards
+        for row in at_once.used_rows().tolist():
+            assert list(at_once.children(row)) == list(by_page.children(row))
+    again = at_once.add_chain(keys("again", 60), ROOT_ROW, 1)
+    store(at_once, again, 0)
+    at_once.check()
+
+
+def test_a_subtree_goes_as_a_whole_or_not_at_all() -> None:
+    tree = PrefixTree(0)
+    trunk = tree.add_chain(keys("t", 3), ROOT_ROW, 1)
+    tree.add_chain(keys("b", 1), int(trunk[1]), 1)
+    with pytest.raises(AssertionError):
+        tree.remove_all(trunk[::-1].copy())
+
+
+def test_a_walk_over_damaged_columns_ends() -> None:
+    tree = PrefixTree(0)
+    rows = tree.add_chain(keys("t", 5), ROOT_ROW, 1)
+    with pytest.raises(ValueError, match="a row outside"):
+        tree.below([len(tree.parent)])
+    tree.child[rows[4]] = rows[0]  # below itself
+    with pytest.raises(ValueError, match="contradict"):
+        tree.below([2])
+    tree.child[rows[4]] = len(tree.parent)
+    with pytest.raises(ValueError, match="contradict"):
+        tree.below([2])
 
 
 def test_prune_takes_empty_rows_and_what_becomes_empty_above() -> None:
@@ -106,7 +171,9 @@ def test_adopting_builds_the_same_tree() -> None:
     random = np.random.default_rng(0)
     parents = np.array([ROOT_ROW, *(int(random.integers(-1, row)) for row in range(1, 500))], np.int64)
     parents[7] = UNKNOWN_ROW
-    tree.adopt({key: row for row, key in enumerate(names)}, parents, np.arange(500, dtype=np.int64))
+    index = page_index(1)
+    index.intern(b"".join(names))
+    tree.adopt(index, parents, np.arange(500, dtype=np.int64))
     rows = np.arange(500)
     tree.adopt_objects(0, 0, rows, rows.astype(np.uint32), np.full(500, 1), np.full(500, 9))
     tree.check()
@@ -135,7 +202,7 @@ def test_all_slots_come_off_children_first() -> None:
 
 def test_the_queue_gives_leaves_by_true_age() -> None:
     tree = PrefixTree(3)
-    leaves = LruLeaves({3: tree}, incomplete_grace_ns=0)
+    leaves = Evictor({3: tree}, incomplete_grace_ns=0)
     second = 10**9
     for number in range(4):
         rows = tree.add_chain(keys(number, 2), ROOT_ROW, 0)
@@ -171,6 +238,6 @@ def test_any_growth_and_removal(steps: list[tuple[int, int, bool]]) -> None:
             model[key] = parent if parent in model else None
         tree.check()
         known = {
-            key: None if tree.parent[row] < 0 else tree.keys[int(tree.parent[row])] for key, row in tree.rows.items()
+            key: None if tree.parent[row] < 0 else tree.key(int(tree.parent[row])) for key, row in tree.rows.items()
         }
         assert known == model

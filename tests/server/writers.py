@@ -6,6 +6,7 @@ What a page holds follows from its hash, so that anyone can say whether its byte
 from __future__ import annotations
 
 import ctypes
+import threading
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -69,7 +70,7 @@ def write_batches(pipe: Connection, endpoint: str, seed: int, batches: int, page
 
     Sends ``(step, batch, detail)`` at every step; with ``wait`` goes on only when it is told to.
     """
-    session = Session(endpoint, name=f"writer {seed}", timeout_s=5)
+    session = Session(endpoint, name=f"writer {seed}", timeout_s=60)
     welcome = session.connect()
     memory = PoolMemory.attach(parse_pool_uri(welcome.pool_uri), expected_uuid=welcome.pool_uuid)
     number = session.open_namespace(namespace().record())
@@ -106,34 +107,50 @@ class Load:
 
     def __init__(self, endpoint: str, seed: int) -> None:
         self.seed = seed
+        #: Told by who kills the server: until then a call that finds no answer only means that the machine is slow.
+        self.killed = threading.Event()
         self.session = Session(endpoint, name=f"load {seed}", timeout_s=1)
         self.memory: PoolMemory | None = None
         self.acknowledged: list[bytes] = []
         self.batch = 0
         self.faults: list[BaseException] = []
 
-    def run(self, batches: int, pages: int) -> None:
-        """Store up to ``batches`` batches; end at the first call that finds no server."""
+    def start(self, batches: int, pages: int) -> threading.Thread:
+        """Store up to ``batches`` batches in a thread, until the server is killed."""
+        self.killed.clear()
+        thread = threading.Thread(target=self._run, args=(batches, pages))
+        thread.start()
+        return thread
+
+    def _run(self, batches: int, pages: int) -> None:
+        end = self.batch + batches
         try:
-            welcome = self.session.connect()
-            epoch = self.session.epoch
-            if self.memory is None:
-                self.memory = PoolMemory.attach(parse_pool_uri(welcome.pool_uri), expected_uuid=welcome.pool_uuid)
-            number = self.session.open_namespace(namespace().record(), epoch=epoch)
-            for _ in range(batches):
-                keys = keys_of(self.seed, self.batch, pages)
-                self.batch += 1
-                reserved = self.session.reserve(number, "kv", 0, 1, p.ROOT, keys, PAGE_BYTES, epoch=epoch)
-                assert set(reserved.status) == {p.ReserveStatus.RESERVED}, list(reserved.status)
-                for offset, key in zip(np.frombuffer(reserved.offsets, "<u8").tolist(), each(keys), strict=True):
-                    write(self.memory, offset, key)
-                committed = self.session.commit(reserved.slots, reserved.generations, epoch=epoch)
-                assert set(committed.status) == {p.CommitStatus.COMMITTED}, list(committed.status)
-                self.acknowledged.append(keys)
-        except ServerUnavailableError:
-            pass
+            while self.batch < end:
+                try:
+                    self._store(end, pages)
+                except ServerUnavailableError:
+                    await_condition(lambda: self.session.connected or self.killed.is_set(), "the server answers")
+                    if self.killed.is_set():
+                        return
         except (MaruError, AssertionError) as fault:
             self.faults.append(fault)
+
+    def _store(self, end: int, pages: int) -> None:
+        welcome = self.session.connect()
+        epoch = self.session.epoch
+        if self.memory is None:
+            self.memory = PoolMemory.attach(parse_pool_uri(welcome.pool_uri), expected_uuid=welcome.pool_uuid)
+        number = self.session.open_namespace(namespace().record(), epoch=epoch)
+        while self.batch < end:
+            keys = keys_of(self.seed, self.batch, pages)
+            self.batch += 1
+            reserved = self.session.reserve(number, "kv", 0, 1, p.ROOT, keys, PAGE_BYTES, epoch=epoch)
+            assert set(reserved.status) == {p.ReserveStatus.RESERVED}, list(reserved.status)
+            for offset, key in zip(np.frombuffer(reserved.offsets, "<u8").tolist(), each(keys), strict=True):
+                write(self.memory, offset, key)
+            committed = self.session.commit(reserved.slots, reserved.generations, epoch=epoch)
+            assert set(committed.status) == {p.CommitStatus.COMMITTED}, list(committed.status)
+            self.acknowledged.append(keys)
 
     def close(self) -> None:
         self.session.close()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_support import storage_config, write_model
+from model_files import write_model
+from sglang_support import storage_config
 
 from support import ServerProcess
 
@@ -56,21 +57,60 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def attach(publish: Callable[..., Any], server: ServerProcess) -> Iterator[Callable[..., Any]]:
-    """``attach(pool, extra=…, arguments=…, **storage_config)`` makes a backend; all are closed at the end."""
+    """``attach(pool, sides=…, extra=…, arguments=…, **storage_config)`` makes a backend; all are closed at the end."""
     from maru_sglang.storage.backend import MaruHiCacheStorage
 
     made: list[Any] = []
 
     def run(
-        pool: Any, *, extra: dict[str, Any] | None = None, arguments: dict[str, Any] | None = None, **changes: Any
+        pool: Any,
+        *,
+        sides: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None,
+        **changes: Any,
     ) -> Any:
         publish(**(arguments or {}))
-        config = storage_config(extra_config={"server": server.endpoint} | (extra or {}), **changes)
+        # A slow machine is not what is tested; where nobody answers on purpose, calls are made to end soon.
+        patient = {"server": server.endpoint, "timeout_ms": 60_000}
+        config = storage_config(extra_config=patient | (extra or {}), **changes)
         backend = MaruHiCacheStorage(config, pool)
-        backend.register_mem_pool_host(pool)
         made.append(backend)
+        backend.register_mem_pool_host(pool)
+        for name, side in (sides or {}).items():
+            backend.register_mem_host_pool_v2(side, name)
+        backend.on_host_pools_registered()
         return backend
 
     yield run
     for backend in made:
         backend.close()
+
+
+@pytest.fixture(scope="session")
+def plugins() -> None:
+    """All plugins of this environment, loaded as SGLang does at the start of each process."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture
+def linked(publish: Callable[..., Any], server: ServerProcess) -> Iterator[Callable[..., Any]]:
+    """``linked(kind)``: one engine's memory and tree, with the direct linker; filled with bytes of its own."""
+    from linker_support import PAGE, Side
+
+    publish(page_size=PAGE)
+    made: list[Any] = []
+
+    def run(kind: str = "full", *, config: dict[str, Any] | None = None, **changes: Any) -> Any:
+        # A slow machine is not what is tested; where nobody answers on purpose, calls are made to end soon.
+        patient = {"server": server.endpoint, "timeout_ms": 60_000}
+        side = Side.make(kind, patient | (config or {}), **changes)
+        made.append(side)
+        side.fill(len(made))
+        return side
+
+    yield run
+    for side in made:
+        side.linker.close()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maru_core.errors import ConfigError
-from maru_sglang.storage.config import OPTION, SGLANG_KEYS, ExtraConfig, parse_extra_config
+from maru_sglang.storage.config import _CURES, OPTION, SGLANG_KEYS, ExtraConfig, LinkerConfig, parse_extra_config
 
 
 def test_nothing_to_configure() -> None:
@@ -23,7 +23,7 @@ def test_nothing_to_configure() -> None:
 def test_every_key() -> None:
     given_ = {
         "server": "ipc:///run/maru.sock", "pool": "shm://maru", "timeout_ms": 250, "verify": "checksum", "copy_threads": 2,
-        "tag": "blue",
+        "client_key": "/etc/maru/node-a.key", "server_key": "/etc/maru/server.pub", "tag": "blue",
     }  # fmt: skip
     config = parse_extra_config(given_)
     store = config.store_config()
@@ -40,7 +40,7 @@ def test_every_key() -> None:
         ("timeout_ms", "fast"), ("timeout_ms", "500"), ("timeout_ms", 0), ("timeout_ms", 1e9), ("timeout_ms", True),
         ("verify", "always"), ("verify", True), ("verify", None), ("copy_threads", 0), ("copy_threads", "two"),
         ("copy_threads", 2.5), ("server", "localhost:5555"), ("server", 5555), ("pool", "/dev/shm/x"), ("pool", 1),
-        ("pool_size", 8), ("pool_size", "lots"), ("tag", 3), ("tag", "x" * 201), ("tag", "a\nb"), ("tag", None),
+        ("pool_size", 8), ("pool_size", "lots"), ("client_key", 1), ("server_key", False), ("tag", 3), ("tag", "x" * 201), ("tag", "a\nb"), ("tag", None),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named_with_its_key_and_a_cure(key: str, value: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_bad_value_is_named_with_its_key_and_a_cure(key: str, value: Any) -> N
     [
         ("timeout", "timeout_ms"), ("servr", "server"), ("poolsize", "pool_size"), ("Verify", "verify"),
         ("prefetch_treshold", "prefetch_threshold"), ("hicache_storage_pass_prefix_key", "hicache_storage_pass_prefix_keys"),
-        ("copy_thread", "copy_threads"),
+        ("copy_thread", "copy_threads"), ("client_keys", "client_key"), ("serverkey", "server_key"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_refused_and_the_nearest_suggested(key: str, meant: str) -> None:
@@ -66,6 +66,10 @@ def test_an_unknown_key_is_refused_and_the_nearest_suggested(key: str, meant: st
         parse_extra_config({key: 1})
     assert repr(key) in str(refused.value)
     assert f"did you mean {meant!r}" in str(refused.value)
+
+
+def test_each_key_of_the_store_has_a_cure_for_a_wrong_value() -> None:
+    assert set(_CURES) == set(LinkerConfig.__struct_fields__)
 
 
 def test_an_unknown_key_that_is_like_none_lists_the_known_ones() -> None:

@@ -13,7 +13,8 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from sglang_support import filled, indices_of, make_mha, make_mla, page_bytes, storage_config, write_model
+from model_files import write_model
+from sglang_support import filled, indices_of, make_mha, make_mla, page_bytes, storage_config
 
 pytestmark = pytest.mark.sglang
 

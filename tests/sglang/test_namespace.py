@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_support import LAYERS, make_mha, make_mla, storage_config, write_model, write_safetensors
+from model_files import write_model, write_safetensors
+from sglang_support import LAYERS, make_mha, make_mla, storage_config
 
 from maru_core.errors import ConfigError
 from maru_core.namespace import Namespace, differences
-from maru_sglang.radix import weights as weights_module
 from maru_sglang.radix.namespace import EngineFacts, Placement, collect, logical_kv_dtype
-from maru_sglang.radix.weights import locate_model, weights_digest
+from maru_sglang.radix.pool_facts import host_pool_facts
 
 words = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z"), exclude_characters=" "), max_size=20)
 numbers = st.integers(0, 1 << 20)
@@ -54,76 +54,6 @@ def test_the_record_reads_back(a: EngineFacts, tag: str) -> None:
     assert Namespace.parse(namespace.record()) == namespace
 
 
-# ---------------------------------------------------------------- weights on disk
-
-
-def test_the_same_weights_at_two_paths_are_the_same(tmp_path: Path) -> None:
-    one = write_model(tmp_path / "one")
-    two = tmp_path / "elsewhere" / "two"
-    shutil.copytree(one, two)
-    (two / "README.md").write_text("a copy")
-    (two / "tokenizer.json").write_text("{}")
-    assert weights_digest(one) == weights_digest(two)
-
-
-@pytest.mark.parametrize("whole_file", [weights_module.WHOLE_FILE, 0], ids=["whole", "sampled"])
-def test_another_fine_tune_is_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_file: int) -> None:
-    monkeypatch.setattr(weights_module, "WHOLE_FILE", whole_file)
-    digests = [weights_digest(write_model(tmp_path / str(seed), seed=seed)) for seed in (0, 1, 0)]
-    assert digests[0] == digests[2] != digests[1]
-
-
-def test_a_change_of_one_small_tensor_in_a_large_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "WHOLE_FILE", 0)
-    sizes = {"big": 1 << 20, "norm": 64, "other": 1 << 18}
-    base = write_model(tmp_path / "m")
-    write_safetensors(base / "model.safetensors", sizes, 5)
-    before = weights_digest(base)
-    file = base / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    at = len(data) - 4 * (sizes["other"]) - 4 * 32  # in the middle of "norm"
-    data[at] ^= 1
-    file.write_bytes(data)
-    assert weights_digest(base) != before
-    data[at] ^= 1
-    file.write_bytes(data)
-    assert weights_digest(base) == before
-
-
-@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "preprocessor_config.json"])
-def test_settings_beside_the_weights_count(tmp_path: Path, name: str) -> None:
-    base = write_model(tmp_path / "m")
-    before = weights_digest(base)
-    (base / name).write_text('{"changed": true}')
-    assert weights_digest(base) != before
-
-
-def test_code_of_the_model_counts_where_it_runs(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "m")
-    before = weights_digest(base), weights_digest(base, code=True)
-    (base / "modeling.py").write_text("x = 1")
-    assert weights_digest(base) == before[0]
-    assert weights_digest(base, code=True) != before[1]
-
-
-def test_damaged_safetensors_are_still_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "WHOLE_FILE", 0)
-    base, seen = write_model(tmp_path / "m"), set()
-    for body in (b"\xff" * 9000, b"\0" * 9000, b"\x02\0\0\0\0\0\0\0{}" + b"a" * 900, b"\x04\0\0\0\0\0\0\0null"):
-        (base / "model.safetensors").write_bytes(body)
-        seen.add(weights_digest(base))
-    assert len(seen) == 4
-
-
-def test_no_weights_or_no_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no weights"):
-        weights_digest(tmp_path / "empty")
-    for path in (str(tmp_path / "gone"), "s3://bucket/model"):
-        with pytest.raises(ConfigError, match="give --model-path a local directory"):
-            locate_model(path, None, str(tmp_path))
-
-
 # ---------------------------------------------------------------- placement
 
 
@@ -149,7 +79,7 @@ def test_placement_of_ranks() -> None:
 
 
 def digest_of(pool: Any, **config: Any) -> bytes:
-    return collect(storage_config(**config), pool).namespace("").digest()
+    return collect(storage_config(**config), host_pool_facts(pool)).namespace("").digest()
 
 
 @pytest.fixture
@@ -269,7 +199,7 @@ def test_a_draft_is_looked_for_where_sglang_downloads_to(
 ) -> None:
     caches: list[str | None] = []
 
-    def located(path: str, revision: str | None, cache: str | None) -> Path:
+    def located(path: str, revision: str | None, cache: str | None, *, option: str) -> Path:
         caches.append(cache)
         return Path(path)
 
@@ -343,8 +273,7 @@ def test_weights_that_nobody_can_tell_are_refused(
 @pytest.mark.parametrize(
     "config",
     [
-        {"attn_cp_size": 2}, {"tp_lcm_size": 4}, {"should_split_heads": True},
-        {"dcp_size": 2, "tp_size": 2, "is_mla_model": True, "logical_page_size": 8},
+        {"attn_cp_size": 2}, {"dcp_size": 2, "tp_size": 2, "is_mla_model": True, "logical_page_size": 8},
     ],
     ids=lambda config: next(iter(config)),
 )  # fmt: skip
@@ -354,9 +283,29 @@ def test_shapes_that_are_not_supported_yet_are_refused(digest: Callable[..., byt
 
 
 @pytest.mark.sglang
+def test_servers_of_different_tensor_parallel_sizes_share_where_heads_can_be_divided(
+    digest: Callable[..., bytes],
+) -> None:
+    def of(layout: str, heads: int, **config: Any) -> bytes:
+        return digest(make_mha(layout, heads=heads), config=config)
+
+    four = {"tp_lcm_size": 4}
+    wide = of("page_head", 4, tp_size=2, should_split_heads=True, **four)
+    assert wide == of("page_head", 2, tp_size=4, **four)
+    assert wide == of("page_head", 8, tp_size=1, should_split_heads=True, **four)
+    assert wide != of("page_head", 4, tp_size=2), "without tp_lcm_size nothing is divided"
+    with pytest.raises(ConfigError, match=r"tp_lcm_size is 4 .*use --hicache-mem-layout page_head"):
+        of("page_first", 4, tp_size=2, **four)
+    with pytest.raises(ConfigError, match=r"this rank's 3 heads cannot be divided by 2"):
+        of("page_head", 3, tp_size=2, should_split_heads=True, **four)
+    mla = [digest(make_mla(), config={"is_mla_model": True, "tp_size": size, **four}) for size in (1, 2, 4)]
+    assert len(set(mla)) == 1, "MLA pages are the same on all ranks"
+
+
+@pytest.mark.sglang
 def test_outside_a_server_nothing_is_guessed() -> None:
     with pytest.raises(ConfigError, match="server arguments are not known"):
-        collect(storage_config(), make_mha())
+        collect(storage_config(), host_pool_facts(make_mha()))
 
 
 @pytest.mark.sglang
@@ -368,7 +317,7 @@ def test_a_sglang_that_hashes_without_salt_is_refused(
     publish()
     monkeypatch.setattr(utils, "storage_namespace_seed", lambda extra_key, cache_salt: extra_key and "0" * 64)
     with pytest.raises(ConfigError, match="cache salt"):
-        collect(storage_config(), make_mha())
+        collect(storage_config(), host_pool_facts(make_mha()))
 
 
 @pytest.mark.sglang

@@ -48,7 +48,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", **environment},
     )
 
