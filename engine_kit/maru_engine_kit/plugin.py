@@ -1,7 +1,8 @@
 """Entry point ``sglang.srt.plugins``: what SGLang's hierarchical cache needs on the CPU.
 
 - the ``transfer_kv_*`` operations, which SGLang imports only for CUDA, HIP and XPU;
-- host pools without pinned memory, which needs a CUDA runtime;
+- host pools without pinned memory, which needs a CUDA runtime, and on machines with less than some 12 GB free, which SGLang leaves to
+  the system;
 - ``torch.cpu.Stream.synchronize``, which torch does not have;
 - the short convolution of models with states, which SGLang has as GPU kernels;
 - sliding windows that ``torch_native`` attention reads where they are: SGLang 0.5.23 writes them by the indices of their own pool
@@ -35,6 +36,8 @@ _POOLS = (
     "memory_pool_host.DeepSeekV4PagedHostPool",
     "memory_pool_host.DeepSeekV4StateHostPool",
 )
+#: Bytes of the host's memory that no host pool takes; SGLang's own are 10 GiB. Several servers share a small machine here.
+HOST_RESERVE_BYTES = 2 << 30
 _POOL_MODULES = ("mha", "mla", "dsa", "mamba", "unified")
 
 
@@ -52,6 +55,7 @@ def register() -> None:
     for step in ("extend", "decode"):
         HookRegistry.register(f"{_ATTENTION}._run_sdpa_forward_{step}", _by_their_own_indices, HookType.AROUND)
     add_environment_to_path()
+    leave_less_memory()
     provide_transfers()
     provide_stream_synchronize()
     provide_convolution()
@@ -63,6 +67,12 @@ def provide_convolution() -> None:
     module = importlib.import_module("sglang.srt.layers.attention.mamba.causal_conv1d")
     for function in (causal_conv1d_fn, causal_conv1d_update):
         setattr(module, function.__name__, function)
+
+
+def leave_less_memory() -> None:
+    """Let host pools take all but :data:`HOST_RESERVE_BYTES`."""
+    base: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_RESERVE_BYTES
 
 
 def provide_transfers() -> None:

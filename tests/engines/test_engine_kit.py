@@ -272,3 +272,14 @@ def test_tiny_models_of_other_shapes_come_from_their_seed_alone(tmp_path: Path) 
         assert weights[0] != weights[2]
     with pytest.raises(ValueError, match="compressed"):
         make_shape(tmp_path / "d", "round")
+
+
+def test_host_pools_may_take_what_a_small_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from maru_engine_kit import plugin
+    from sglang.srt.mem_cache.pool_host import base
+
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 10 << 30)
+    monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: 3 << 30)
+    assert base.host_memory_budget_bytes(1) < 0
+    plugin.leave_less_memory()
+    assert base.host_memory_budget_bytes(1) == 1 << 30
