@@ -7,14 +7,20 @@ asks for, and begin where the blocks of all rules begin, so that every rule mean
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from maru_core.protocol import HASH_BYTES, MAX_BATCH, Located, MissReason, Rule, Want
+
+_REASONS: Final = {int(reason): reason for reason in MissReason}
+#: Of this the ends of one message's pages are the head: a lookup has no time for numpy to wake up.
+_EVERY_END: Final = np.arange(1, MAX_BATCH + 1, dtype=np.uint32)
+_EVERY_END.flags.writeable = False
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -32,9 +38,16 @@ class Found(msgspec.Struct, frozen=True):
     held_s: float
 
     @staticmethod
+    def of(components: Sequence[str], located: Located) -> Found:
+        """The answer to one message that asked for a whole chain, and for every page of each component."""
+        ends = _EVERY_END[: located.pages]
+        covered = dict(zip(components, located.covered, strict=True))
+        return Found(located.pages, ends, covered, _REASONS[located.why], located.held_s)
+
+    @staticmethod
     def nothing(wants: Mapping[str, Want]) -> Found:
         """What is known without an answer."""
-        return Found(0, np.empty(0, np.uint32), dict.fromkeys(wants, 0), None, 0.0)
+        return Found(0, _EVERY_END[:0], dict.fromkeys(wants, 0), None, 0.0)
 
 
 def pieces(count: int, wants: Mapping[str, Want]) -> Iterator[tuple[int, int]]:
@@ -85,7 +98,7 @@ class Finding:
             if want.rule == Rule.ALL_PAGES:
                 anchored = True
                 more &= after == stop
-        self.why = MissReason(located.why)
+        self.why = _REASONS[located.why]
         self.held_s = min(self.held_s, located.held_s)
         self.seen = stop
         return more and anchored

@@ -33,11 +33,13 @@ class Housekeeping:
 
     def populate(self, memory: PoolMemory, slots: npt.NDArray[np.uint32]) -> None:
         """Have the page tables of extents that come into use filled in the background, not by the copy's page faults."""
-        for extent in set((slots[:: max(1, len(slots) // 16)] // memory.geometry.slots_per_extent).tolist()):
-            key = (memory.geometry.pool_uuid, extent)
+        per_extent = memory.geometry.slots_per_extent
+        # Plain integers, for some of the slots: what is missed is met again.
+        for slot in slots[:: max(1, len(slots) // 16)].tolist():
+            key = (memory.geometry.pool_uuid, slot // per_extent)
             if key not in self._populated:
                 self._populated.add(key)
-                self._chores.put((memory, extent))
+                self._chores.put((memory, key[1]))
 
     def stop(self, timeout_s: float) -> None:
         """End the thread, within ``timeout_s`` seconds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -44,6 +44,7 @@ def answers(request: Match, reply: Located, pools: int = 0) -> bool:
         pools: how many the server has named, see :func:`in_one_pool`.
     """
     asked, components = len(request.hashes) // HASH_BYTES, len(request.components)
+    rules = request.rules and any(want.rule for want in request.rules)
     if not 0 <= reply.pages <= asked or reply.why not in _REASONS or not 0 <= reply.held_s < float("inf"):
         return False
     if reply.held_s and request.hold is None:
@@ -57,9 +58,10 @@ def answers(request: Match, reply: Located, pools: int = 0) -> bool:
         return False
     if request.sparse:
         return not reply.ends and not reply.covered
-    if len(reply.covered) != components or not all(0 <= pages <= asked for pages in reply.covered):
+    covered = reply.covered
+    if len(covered) != components or not covered or min(covered) < 0 or max(covered) > asked:
         return False
-    if not any(want.rule for want in request.rules):
+    if not rules:
         return not reply.ends
     if len(reply.ends) % 4:
         return False
@@ -79,25 +81,23 @@ class Locations(msgspec.Struct, frozen=True):
     checksums: U64Array
 
     @staticmethod
-    def of(located: Located, count: int, column: int = 0) -> Locations:
-        """Column ``column`` (component) of a reply with ``count`` elements per component.
+    def of(located: Located, count: int, column: int = 0, start: int = 0, stop: int | None = None) -> Locations:
+        """Elements ``start`` to ``stop`` (None: all) of column ``column`` (component) of a reply with ``count`` elements per component.
 
         Raises:
             MaruError: the reply has not as many elements as were asked for.
         """
-
-        def take(data: bytes, dtype: str) -> npt.NDArray[Any]:
-            array = np.frombuffer(data, dtype)
-            if (count and len(array) % count) or len(array) < (column + 1) * count:
-                raise MaruError(f"the server located {len(array)} objects where {count} a component were asked for")
-            return array[column * count : (column + 1) * count]
-
+        answered = len(located.slots) // 4
+        if (count and answered % count) or answered < (column + 1) * count:
+            raise MaruError(f"the server located {answered} objects where {count} a component were asked for")
+        first, many = column * count + start, (count if stop is None else stop) - start
+        at = 8 * first
         return Locations(
-            slots=take(located.slots, "<u4"),
-            offsets=take(located.offsets, "<u8"),
-            generations=take(located.generations, "<u8"),
-            lengths=take(located.lengths, "<u8"),
-            checksums=take(located.checksums, "<u8"),
+            slots=np.frombuffer(located.slots, "<u4", many, 4 * first),
+            offsets=np.frombuffer(located.offsets, "<u8", many, at),
+            generations=np.frombuffer(located.generations, "<u8", many, at),
+            lengths=np.frombuffer(located.lengths, "<u8", many, at),
+            checksums=np.frombuffer(located.checksums, "<u8", many, at),
         )
 
     def __getitem__(self, chosen: slice | npt.NDArray[np.intp]) -> Locations:
@@ -125,10 +125,10 @@ class Locations(msgspec.Struct, frozen=True):
 class _Recent(msgspec.Struct, frozen=True):
     at: float
     epoch: int
-    component: str
+    components: list[str]
     shard: int
     hashes: bytes
-    locations: Locations
+    located: Located
 
 
 class RecentMatches:
@@ -137,8 +137,9 @@ class RecentMatches:
     def __init__(self) -> None:
         self._recent: collections.deque[_Recent] = collections.deque(maxlen=RECENT_MATCHES)
 
-    def remember(self, epoch: int, component: str, shard: int, hashes: bytes, locations: Locations) -> None:
-        self._recent.append(_Recent(time.monotonic(), epoch, component, shard, hashes, locations))
+    def remember(self, epoch: int, components: list[str], shard: int, hashes: bytes, located: Located) -> None:
+        """``hashes``, of which the answer has the first ``located.pages``. It is looked at when somebody recalls it: most are asked once."""
+        self._recent.append(_Recent(time.monotonic(), epoch, components, shard, hashes, located))
 
     def recall(self, epoch: int, component: str, shard: int, hashes: bytes) -> Locations | None:
         """Locations of ``hashes``, if one recent match of the same session epoch covers them all."""
@@ -146,11 +147,14 @@ class RecentMatches:
         for recent in reversed(tuple(self._recent)):
             if recent.at < oldest:
                 break
-            if recent.component != component or recent.shard != shard or recent.epoch != epoch:
+            if component not in recent.components or recent.shard != shard or recent.epoch != epoch:
                 continue
-            at = recent.hashes.find(hashes)
+            pages = recent.located.pages
+            at = recent.hashes.find(hashes, 0, pages * HASH_BYTES)
             if at >= 0 and at % HASH_BYTES == 0:
-                return recent.locations[at // HASH_BYTES : (at + len(hashes)) // HASH_BYTES]
+                first = at // HASH_BYTES
+                last = first + len(hashes) // HASH_BYTES
+                return Locations.of(recent.located, pages, recent.components.index(component), first, last)
         return None
 
     def forget(self) -> None:

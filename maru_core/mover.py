@@ -172,8 +172,8 @@ class CxlMover(Mover):
                 f"offsets are {offsets.dtype} of shape {offsets.shape} for {len(fragments)} objects: give one uint64 each"
             )
         # Held for the copy: the memory stays mapped even if another thread closes the pool meanwhile.
-        data = self.memory.data
-        pool = int(data.ctypes.data)
+        data = self.memory.data  # noqa: F841
+        pool = self.memory.data_address
         coherence = self.memory.coherence
         if not coherence.software:
             self._copy(pool, offsets, fragments, to_pool)

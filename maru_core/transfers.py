@@ -20,7 +20,7 @@ from maru_core.errors import MaruError, PoolError, ServerUnavailableError
 from maru_core.finding import Finding, Found, part, pieces
 from maru_core.locations import Locations, RecentMatches
 from maru_core.mover import Buffers, slot_checksums
-from maru_core.protocol import HASH_BYTES, MAX_BATCH, NO_SLOT, CommitStatus, Hold, ReserveStatus, Want
+from maru_core.protocol import HASH_BYTES, MAX_BATCH, NO_SLOT, CommitStatus, Hold, Located, ReserveStatus, Want
 from maru_core.rdma import TransferError
 from maru_core.reach import Reach, Reached
 from maru_core.session import Session
@@ -79,20 +79,23 @@ class Transfers:
         count = len(hashes) // HASH_BYTES
         components = list(wants)
         rules = list(wants.values()) if any(want.rule for want in wants.values()) else []
-        finding = Finding(wants)
-        for start, stop in pieces(count, wants):
-            chunk = part(hashes, start, stop)
+
+        def ask(chunk: bytes) -> Located:
             located = self._session.match(
                 life.namespace, components, shard, chunk, rules=rules, hold=hold, epoch=life.epoch
             )
             if located.pages:
-                known = part(chunk, 0, located.pages)
-                for column, component in enumerate(components):
-                    where = Locations.of(located, located.pages, column)
-                    self.recent.remember(life.epoch, component, shard, known, where)
-            if not finding.take(start, stop, located):
-                break
-        found = finding.found()
+                self.recent.remember(life.epoch, components, shard, chunk, located)
+            return located
+
+        if not rules and count <= MAX_BATCH:
+            found = Found.of(components, ask(hashes))
+        else:
+            finding = Finding(wants)
+            for start, stop in pieces(count, wants):
+                if not finding.take(start, stop, ask(part(hashes, start, stop))):
+                    break
+            found = finding.found()
         self._count(queried_pages=count, hit_pages=found.pages)
         if found.pages < count and found.why:
             self._count(**{f"lookup_{found.why.name.lower()}": count - found.pages})
@@ -122,9 +125,11 @@ class Transfers:
             where = self.locate(life, component, shard, wanted)
             loaded[again] = self._read(life, where, buffers.select(again))
             missing = self._missing(life, where, buffers.nbytes, loaded[again])
+        elif recalled is not None:
+            missing = {}
         else:
             missing = self._missing(life, where, buffers.nbytes, loaded)
-        count = int(loaded.sum())
+        count = int(np.count_nonzero(loaded))
         self._count(loaded_pages=count, loaded_bytes=count * buffers.nbytes, **missing)
         if count == len(loaded):
             self._session.touch(life.namespace, hashes, epoch=life.epoch)
@@ -138,9 +143,10 @@ class Transfers:
         """Copy, then validate. The order is the whole point: a generation that still holds after the copy proves that the
         slot belonged to the object all the while."""
         wanted: BoolArray = (where.slots != NO_SLOT) & (where.lengths == buffers.nbytes)
-        if not wanted.any():
+        count = np.count_nonzero(wanted)
+        if not count:
             return wanted
-        if wanted.all():
+        if count == len(wanted):
             chosen, target = where, buffers
         else:
             index = np.flatnonzero(wanted)

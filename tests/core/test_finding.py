@@ -129,3 +129,16 @@ def test_ends_where_no_rule_was_given_are_no_answer() -> None:
     request, reply = whole_answer()
     assert not answers(msgspec.structs.replace(request, rules=[]), reply)
     assert answers(msgspec.structs.replace(request, rules=[]), msgspec.structs.replace(reply, ends=b""))
+
+
+@pytest.mark.parametrize("missing", [None, 0, 3])
+def test_one_message_that_asks_for_every_page_is_found_as_a_piece_is(missing: int | None) -> None:
+    named = {"kv": Want(), "index": Want()}
+    whole = [np.ones(5, bool), np.array([page != missing for page in range(5)])]
+    located = msgspec.structs.replace(answer(whole, list(named.values()), 0, 5), held_s=2.0)
+    taken = Finding(named)
+    taken.take(0, 5, located)
+    one, other = Found.of(list(named), located), taken.found()
+    assert one.ends.tolist() == other.ends.tolist() == list(range(1, one.pages + 1))
+    assert (one.pages, one.covered, one.why, one.held_s) == (other.pages, other.covered, other.why, other.held_s)
+    assert one.why is (MissReason.NONE if missing is None else MissReason.INCOMPLETE)
