@@ -16,9 +16,9 @@ from maru_core.protocol import Error, Inspect, Reply, Report
 from maru_server.calls import Deferred
 from maru_server.inspection import check_inspect, session_rows
 from maru_server.metrics import Figures, SizeFigures, SpaceFigures
+from maru_server.pool_books import JointBooks
 from maru_server.reaches import count_ways, pool_row
-from maru_server.sessions import Session, Sessions
-from maru_server.state import ServerState
+from maru_server.sessions import Session
 from maru_server.views import LIMIT_MAX, Row, Snapshot, Sort, tree_view
 
 #: Asks one state, in its own numbers: the pool, the question, the namespace's number there.
@@ -28,28 +28,15 @@ _FIRST: Final = ("incarnation", "policy")
 
 
 class Shown:
-    """Looks at the states, and changes nothing.
+    """Looks at the states, and changes nothing."""
 
-    Args:
-        parts: of each session of the layer, its sessions in the states.
-        numbers: of the namespaces, by tenant and record.
-        spaces: by number, the tenant and the numbers in each state.
-    """
-
-    def __init__(
-        self,
-        states: Sequence[ServerState],
-        sessions: Sessions,
-        parts: Mapping[int, tuple[Session, ...]],
-        numbers: Mapping[tuple[str, bytes], int],
-        spaces: Sequence[tuple[str, list[int | None]]],
-    ) -> None:
-        self._states = states
-        self._sessions = sessions
-        self._parts = parts
-        self._numbers = numbers
-        self._spaces = spaces
-        self._incarnation = states[0].books.incarnation
+    def __init__(self, books: JointBooks) -> None:
+        self._states = books.states
+        self._sessions = books.sessions
+        self._parts = books.parts
+        self._numbers = books.numbers
+        self._spaces = books.spaces
+        self._incarnation = books.incarnation
 
     # ------------------------------------------------------------ figures
 

@@ -15,6 +15,7 @@ import msgspec
 import performance
 from performance import ROOT, Command, UnusableError
 
+from maru_bench.experiment.plots import plots
 from maru_bench.experiment.report import markdown as experiment_table
 from maru_bench.experiment.report import read_json
 from maru_bench.experiment.summary import Record, Row
@@ -25,6 +26,17 @@ from maru_core.errors import ConfigError
 PAGE = ROOT / "docs" / "performance.md"
 #: The first token on a second server, at most so much of what it takes to compute, and of what it takes with files.
 GOAL_OF_COMPUTING, GOAL_OF_FILES = 0.35, 1.0
+#: Experiments, and which of their plots stands below the table: what it says.
+EXPERIMENTS = {
+    "shared-prefix": ("ttft_by_context", "time to first token against the length of the shared prefix"),
+    "multi-turn": ("hit_rate_by_turn", "tokens from a cache, by turn"),
+    "rag": ("tiers", "where the tokens of the prompts came from"),
+    "agents": ("tiers", "where the tokens of the prompts came from"),
+    "direct": ("ttft_by_context", "time to first token against the length of the shared prefix"),
+    "concurrency": ("ttft_by_concurrency", "time to first token against requests at a time"),
+    "longest": ("timeline", "time to first token along one run"),
+    "longest-direct": ("timeline", "time to first token along one run"),
+}
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -89,7 +101,11 @@ def _goal(share: float, most: float) -> str:
     return f"goal {most:g}: {'met' if share <= most else '**not met**'}"
 
 
-def experiment_text(record: Record, *, judged: bool) -> str:
+def image_of(name: str) -> str:
+    return f"performance-{name}.png"
+
+
+def experiment_text(record: Record) -> str:
     row: Row = record.rows[0]
     text = (
         f"`{record.workload}`: {row.requests} requests a run, medians of {row.repeats}.\n\n{experiment_table(record)}"
@@ -98,7 +114,7 @@ def experiment_text(record: Record, *, judged: bool) -> str:
         text += f"\nLeft out: {name} ({why}).\n"
     for failure in record.failures:
         text += f"\n**Failed**: {failure}.\n"
-    told = verdict(record).rstrip("\n") if judged else ""
+    told = verdict(record).rstrip("\n")
     return text + (f"\n{told}\n" if told else "")
 
 
@@ -136,14 +152,25 @@ class _Results:
         results = [msgspec.json.decode(path.read_bytes(), type=MetadataResult) for path in there]
         return growth_table(results) + self._where(there[-1], results[-1].machine, None)
 
-    def experiment(self, name: str, *, judged: bool = True) -> str | None:
+    def experiment(self, name: str) -> str | None:
         path = self._path(name)
         if path is None:
             return None
         record = read_json(path)
-        return experiment_text(record, judged=judged) + self._where(
-            path, record.machine, record.versions.get("maru commit")
+        return (
+            experiment_text(record)
+            + f"\n![{EXPERIMENTS[name][1]}](images/{image_of(name)})\n"
+            + self._where(path, record.machine, record.versions.get("maru commit"))
         )
+
+    def images(self) -> dict[str, bytes]:
+        """The plots of the experiments that there are, by file name: PNG."""
+        found = {}
+        for name, (plot, _) in EXPERIMENTS.items():
+            path = self._path(name)
+            if path is not None:
+                found[image_of(name)] = dict(plots(read_json(path)))[plot]
+        return found
 
     def _where(self, path: Path, machine: dict[str, object] | dict[str, str | int], commit: str | None) -> str:
         day = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
@@ -164,10 +191,7 @@ def tables(directory: Path) -> dict[str, str | None]:
     Raises:
         UnusableError: no directory of results, or of results that cannot be read.
     """
-    mark = directory / performance.FORM
-    if not mark.exists():
-        raise UnusableError(f"{directory} has no results: tools/performance.sh {directory} makes them")
-    results = _Results(directory, mark.read_text().strip() == "short")
+    results = _results(directory)
     try:
         made: dict[str, str | None] = {
             "sections": performance.listing(),
@@ -178,22 +202,19 @@ def tables(directory: Path) -> dict[str, str | None]:
             "page-size": results.peers("page-size", lambda row: row.operation != "exists"),
             "growth": results.growth(),
         }
-        for name in (
-            "shared-prefix",
-            "multi-turn",
-            "rag",
-            "agents",
-            "direct",
-            "concurrency",
-            "longest",
-            "longest-direct",
-        ):
-            made[name] = results.experiment(name)
+        made |= {name: results.experiment(name) for name in EXPERIMENTS}
     except (OSError, msgspec.MsgspecError, ConfigError, KeyError, json.JSONDecodeError) as error:
         raise UnusableError(
             f"{directory} has results that cannot be read: {error}: run that section with --again"
         ) from error
     return made
+
+
+def _results(directory: Path) -> _Results:
+    mark = directory / performance.FORM
+    if not mark.exists():
+        raise UnusableError(f"{directory} has no results: tools/performance.sh {directory} makes them")
+    return _Results(directory, mark.read_text().strip() == "short")
 
 
 def with_tables(text: str, made: dict[str, str | None]) -> tuple[str, list[str]]:
@@ -226,5 +247,9 @@ def write_page(directory: Path, into: Path | None) -> list[str]:
         raise UnusableError(f"{directory} has a short run's results, which say nothing: name a copy with --into FILE")
     text, lines = with_tables(PAGE.read_text(), made)
     target = into or PAGE
+    images = _results(directory).images()
+    (target.parent / "images").mkdir(exist_ok=True)
+    for name, image in images.items():
+        (target.parent / "images" / name).write_bytes(image)
     target.write_text(text)
-    return [*lines, f"written: {target}"]
+    return [*lines, f"written: {target}, and {len(images)} plots beside it"]

@@ -67,8 +67,10 @@ class MaruAdapter:
 
     def __init__(self, config: PeerConfig, buffer: U8Array) -> None:
         from maru_bench.copy import BENCH_NAMESPACE
+        from maru_core.mover import Fragments
         from maru_core.store import Store, StoreConfig
 
+        self._fragments_of = Fragments
         self._store = Store.open(
             # Far above any normal call: a benchmark on a busy machine should be slow and not wrong.
             StoreConfig(server=config.endpoint, copy_threads=config.threads, timeout_ms=10_000),
@@ -81,20 +83,19 @@ class MaruAdapter:
     def _packed(keys: Sequence[str]) -> bytes:
         return bytes.fromhex("".join(keys))
 
-    @staticmethod
-    def _fragments(pages: U8Array) -> Any:
-        from maru_core.mover import Fragments
-
-        return Fragments(addresses=addresses(pages), sizes=np.full(FRAGMENTS, pages.shape[2], np.uint64))
+    def _fragments(self, pages: U8Array) -> Any:
+        return self._fragments_of(addresses=addresses(pages), sizes=np.full(FRAGMENTS, pages.shape[2], np.uint64))
 
     def store(self, keys: Sequence[str], before: str | None, pages: U8Array) -> None:
         parent = bytes.fromhex(before) if before else bytes(32)
         stored = self._store.put("kv", 0, 1, parent, self._packed(keys), self._fragments(pages))
-        _require(bool(stored.all()), f"Maru stored {int(stored.sum())} of {len(keys)} pages: {self._store.stats()}")
+        if not stored.all():
+            raise PeerError(f"Maru stored {int(stored.sum())} of {len(keys)} pages: {self._store.stats()}")
 
     def load(self, keys: Sequence[str], pages: U8Array) -> None:
         loaded = self._store.get("kv", 0, self._packed(keys), self._fragments(pages))
-        _require(bool(loaded.all()), f"Maru loaded {int(loaded.sum())} of {len(keys)} pages: {self._store.stats()}")
+        if not loaded.all():
+            raise PeerError(f"Maru loaded {int(loaded.sum())} of {len(keys)} pages: {self._store.stats()}")
 
     def exists(self, keys: Sequence[str], page_bytes: int) -> None:
         found = self._store.prefix(["kv"], 0, self._packed(keys))

@@ -213,7 +213,16 @@ def test_tables_are_what_was_measured_and_the_rest_stays(results: Path, tmp_path
     assert "**Failed**: maru-direct: it gave nothing." in block(text, "longest-direct")
     # What there is no result of is as it was, and said so; so is all that lies between.
     assert block(text, "growth") == block(tables.PAGE.read_text(), "growth")
-    assert {"longest: written", "growth: no results, left as it was", f"written: {into}"} <= set(lines)
+    assert {"longest: written", "growth: no results, left as it was", f"written: {into}, and 2 plots beside it"} <= set(
+        lines
+    )
+    for name in ("longest", "longest-direct"):
+        assert f"](images/performance-{name}.png)" in block(text, name)
+        assert (tmp_path / "images" / f"performance-{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == [
+        "performance-longest-direct.png",
+        "performance-longest.png",
+    ]
     assert tables._BLOCK.sub("", text) == tables._BLOCK.sub("", tables.PAGE.read_text())
     # Again, into what was made: the same.
     assert tables.with_tables(text, tables.tables(results))[0] == text

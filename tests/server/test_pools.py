@@ -452,7 +452,7 @@ def test_what_one_pool_does_not_know_is_known_to_none() -> None:
     server = PoolsServer()
     client = server.client()
     client.store(chain("a", 2))
-    part = server.pools.part(client.session, 1)
+    part = server.pools.books.part(client.session, 1)
     assert part is not None
     server.pools.states[1].handle(p.Goodbye(part), server.now)
     for message in (
