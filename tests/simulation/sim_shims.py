@@ -63,6 +63,7 @@ class SimMemory:
         self.geometry = pool.geometry
         self.coherence = HARDWARE
         self.data = pool.data
+        self.data_address = int(pool.data.ctypes.data)
         self._kernel = kernel
         self.meta = pool.meta.view()
         self.meta.flags.writeable = False
