@@ -350,7 +350,8 @@ def _run_one(command: Command, out: Path, short: bool) -> bool:
             [sys.executable, "-m", "maru_bench", *words],
             stdout=text,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": path},
+            # On the CPU a hit pays for its whole prompt otherwise; see docs/experiments.md.
+            env={"MARU_KIT_NEW_ROWS": "1", **os.environ, "PYTHONPATH": path},
         )
         try:
             code = process.wait()

@@ -7,6 +7,7 @@
 - the short convolution of models with states, which SGLang has as GPU kernels;
 - sliding windows that ``torch_native`` attention reads where they are: SGLang 0.5.23 writes them by the indices of their own pool
   and reads them by those of the other;
+- with ``MARU_KIT_NEW_ROWS=1`` attention of the new rows of a prompt alone (:mod:`maru_engine_kit.attention`);
 - latent attention in the one form that ``torch_native`` attention computes rightly (:mod:`maru_engine_kit.latent`);
 - page hashes in Python where SGLang's extension cannot be compiled.
 """
@@ -18,6 +19,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from maru_engine_kit.attention import extend_new_rows
+from maru_engine_kit.attention import is_wanted as only_new_rows
 from maru_engine_kit.convolution import causal_conv1d_fn, causal_conv1d_update
 from maru_engine_kit.imports import has_accelerator
 from maru_engine_kit.latent import absorb_on_import
@@ -54,6 +57,8 @@ def register() -> None:
     )
     for step in ("extend", "decode"):
         HookRegistry.register(f"{_ATTENTION}._run_sdpa_forward_{step}", _by_their_own_indices, HookType.AROUND)
+    if only_new_rows():
+        HookRegistry.register(f"{_ATTENTION}._run_sdpa_forward_extend", extend_new_rows, HookType.AROUND)
     add_environment_to_path()
     leave_less_memory()
     provide_transfers()

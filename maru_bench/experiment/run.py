@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -139,6 +140,8 @@ class _Experiment:
                 if name not in ("out", "urls", "modes", "seed") and not (name == "replayed" and value is None)
             },
             "device": device,
+            # Of the engines on a CPU; see docs/experiments.md.
+            "new_rows_only": os.environ.get("MARU_KIT_NEW_ROWS", ""),
             "model": model,
             "device_cache_tokens": fleet_options.cache_tokens,
             "longest_prompt_and_answer": fleet_options.longest,

@@ -275,11 +275,99 @@ def test_tiny_models_of_other_shapes_come_from_their_seed_alone(tmp_path: Path) 
 
 
 def test_host_pools_may_take_what_a_small_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    from maru_engine_kit import plugin
     from sglang.srt.mem_cache.pool_host import base
+
+    from maru_engine_kit import plugin
 
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 10 << 30)
     monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: 3 << 30)
     assert base.host_memory_budget_bytes(1) < 0
     plugin.leave_less_memory()
     assert base.host_memory_budget_bytes(1) == 1 << 30
+
+
+@pytest.mark.parametrize("shared_heads", [1, 2])
+def test_new_rows_are_what_the_whole_prompt_gives(shared_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several prompts in one batch: with and without a prefix, one longer than a block of rows, tokens anywhere in the cache."""
+    import torch
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from maru_engine_kit import attention
+
+    monkeypatch.setattr(attention, "BLOCK", 5)
+    generator = torch.Generator().manual_seed(1)
+    heads, size, room = 4, 8, 200
+    prefixes, news = [24, 0, 7, 1], [13, 6, 1, 5]
+    keys, values = (torch.randn(room, heads // shared_heads, size, generator=generator) for _ in range(2))
+    order = torch.randperm(room, generator=generator)
+    to_token = torch.zeros(6, 64, dtype=torch.long)
+    rows = torch.tensor([4, 0, 2, 5])
+    for row, prefix, new in zip(rows.tolist(), prefixes, news, strict=True):
+        to_token[row, : prefix + new], order = order[: prefix + new], order[prefix + new :]
+    query = torch.randn(sum(news), heads, size, generator=generator)
+    lengths = [torch.tensor(x) for x in ([p + n for p, n in zip(prefixes, news, strict=True)], prefixes, news)]
+    options = {
+        "scaling": 0.3,
+        "enable_gqa": shared_heads > 1,
+        "causal": True,
+        "is_cross_attn": False,
+        "sliding_window_size": None,
+    }
+    backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
+    original = TorchNativeAttnBackend._run_sdpa_forward_extend
+    # The plugin's hooks may be around it here, too: what is below them is meant.
+    original = getattr(original, "__wrapped__", original)
+    expected = original(
+        backend, query, torch.zeros_like(query), keys, values, to_token, rows, *lengths, None, **options
+    )
+
+    seen: list[tuple[int, int]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        seen.append((q.shape[-2], k.shape[-2]))
+        return attend(q, k, v, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    output = torch.zeros_like(query)
+    attention.extend_new_rows(original, backend, query, output, keys, values, to_token, rows, *lengths, None, **options)
+    torch.testing.assert_close(output, expected)
+    assert sum(q for q, _ in seen) == sum(news), "only new rows"
+    assert seen[:3] == [(5, 29), (5, 34), (3, 37)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"causal": False},
+        {"is_cross_attn": True},
+        {"sliding_window_size": 4},
+        {"prefixes": [0, 0]},
+        {"encoder_lens": [1, 1]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_is_no_prefix_of_causal_attention_is_left_alone(changes: dict[str, Any]) -> None:
+    import torch
+
+    from maru_engine_kit.attention import extend_new_rows
+
+    prefixes, encoder = torch.tensor(changes.pop("prefixes", [3, 0])), changes.pop("encoder_lens", None)
+    options = {"causal": True, "is_cross_attn": False, "sliding_window_size": None, **changes}
+    given = ("query", "output", "k", "v", "tokens", "rows", "lengths", prefixes, "new", encoder)
+    asked: list[Any] = []
+
+    def original(*arguments: Any, **kwargs: Any) -> str:
+        asked.extend([arguments, kwargs])
+        return "its answer"
+
+    assert extend_new_rows(original, "self", *given, **options) == "its answer"
+    assert asked == [("self", *given), options]
+
+
+def test_only_who_asks_for_it_gets_new_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from maru_engine_kit.attention import ENVIRONMENT, is_wanted
+
+    for value, wanted in ((None, False), ("", False), ("0", False), ("1", True)):
+        monkeypatch.delenv(ENVIRONMENT, raising=False) if value is None else monkeypatch.setenv(ENVIRONMENT, value)
+        assert is_wanted() is wanted
