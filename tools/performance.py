@@ -155,14 +155,14 @@ SECTIONS = (
         (
             Command(
                 "peers-clients",
-                (*_CLIENTS, "1,2,4,8,16,32", "--peers", "mooncake,nixl,echo", "--repeats", "20", "--seconds", "6"),
+                (*_CLIENTS, "1,2,4,8,16,32", "--peers", "mooncake,nixl,echo", "--repeats", "20", "--seconds", "3"),
                 (*_CLIENTS, "1,4", "--peers", "mooncake,nixl,echo", *_FEW),
                 8,
             ),
             # Each of its processes has the whole of SGLang in memory: 0.3 GB.
             Command(
                 "peers-clients-file",
-                (*_CLIENTS, "1,2,4,8", "--peers", "file", "--repeats", "20", "--seconds", "6"),
+                (*_CLIENTS, "1,2,4,8", "--peers", "file", "--repeats", "20", "--seconds", "3"),
                 (*_CLIENTS, "1,2", "--peers", "file", *_FEW),
                 3,
             ),
