@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,6 +61,9 @@ from maru_core.transfers import StoreLife, Transfers, hash_at
 __all__ = ["Store", "StoreConfig", "StoreMetrics"]
 
 log = logging.getLogger("maru.store")
+
+#: How often a pool of several that is not reached is tried again, seconds: its agent, or its device, may come later.
+REACH_AGAIN_S: Final = 10.0
 
 T = TypeVar("T")
 BoolArray = npt.NDArray[np.bool_]
@@ -105,7 +108,8 @@ class Store:
             checksums=config.verify == "checksum",
         )
         self._logged: dict[str, float] = {}
-        self._house = Housekeeping(self._revive)
+        self._reach_at = 0.0  # the housekeeper's alone
+        self._house = Housekeeping(self._look_after)
 
     @classmethod
     def open(
@@ -508,6 +512,52 @@ class Store:
     def _populate(self, reach: Reach, slots: npt.NDArray[np.uint32]) -> None:
         if reach.memory is not None:
             self._house.populate(reach.memory, reach.own(slots))
+
+    def _look_after(self) -> None:
+        self._revive()
+        try:
+            self._reach_again()
+        except MaruError as error:
+            self._log("reach", "pools that are not reached could not be tried again: %s", error)
+        except Exception:
+            self._log("reach", "pools that are not reached could not be tried again", exc_info=True)
+
+    def _reach_again(self) -> None:
+        """Use pools that could not be reached when the life began and can be now. The life goes on: what it reached it reaches as before,
+        by the same movers, so that calls under way need not know.
+
+        Raises:
+            MaruError: the server does not answer, or began another life.
+        """
+        life, welcome, now = self._life, self._session.welcome, time.monotonic()
+        if life is None or welcome is None or all(life.pools.pools) or now < self._reach_at:
+            return
+        if self._closed or not self._session.connected or life.epoch != self._session.epoch:
+            return
+        self._reach_at = now + REACH_AGAIN_S
+        reached = self._reaching.reach(welcome, life.epoch, life.pools)
+        if len(reached.present()) == len(life.pools.present()):
+            return
+        more = msgspec.structs.replace(life, pools=reached)
+        if not self._exchange(life, more):
+            self._close_movers(_without(reached, life))
+            return
+        try:
+            # Only now: from here on the server answers with slots of these pools.
+            self._tell(welcome, life.epoch, reached)
+        except BaseException:
+            if self._exchange(more, life):
+                with self._lock:
+                    self._retired += _without(reached, life)
+            raise
+
+    def _exchange(self, old: StoreLife, new: StoreLife) -> bool:
+        """Go on with another account of the same life, unless there is another one by now."""
+        with self._lock:
+            if self._life is not old or self._closed:
+                return False
+            self._life = new
+            return True
 
     def _revive(self) -> None:
         """Bring an embedded server back if it is gone."""

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from maru_core import protocol as p
-from maru_core.errors import PoolError
+from maru_core import store as store_module
+from maru_core.errors import PoolError, ServerUnavailableError
 from maru_core.locations import answers, in_one_pool
 from maru_core.mover import CxlMover
 from maru_core.protocol import HASH_BYTES, NO_SLOT, POOL_SHIFT, ROOT, Hold, Want
@@ -201,6 +202,78 @@ def test_a_pool_that_was_not_reached_is_tried_in_the_next_life(
     server.start()
     await_condition(lambda: store.present("kv", 0, hashes(1)) is not None and store._session.connected, "it is back")
     await_condition(lambda: all(store._current().pools.pools), "both are reached")
+
+
+def test_a_pool_that_comes_later_is_used_from_then_on(
+    open_store: Open, server: ServerProcess, tmp_path: Path, pools: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REACH_AGAIN_S", 0.1)
+    later = tmp_path / "later"
+    one, both = open_store(pool=f"{pools[0]},file://{later}"), open_store()
+    chains = [hashes(40, seed) for seed in range(8)]
+    for seed, chain in enumerate(chains):
+        assert put(both, chain, Pages(40, SIZES, seed=seed)).all()
+    there = {pool: [chain for chain in chains if pools_of(both, chain) == {pool}] for pool in (0, 1)}
+    assert there[0]
+    assert there[1]
+    life = one._current()
+    assert [reach is not None for reach in life.pools.pools] == [True, False]
+    assert {one.prefix(["kv"], 0, chain) for chain in there[1]} == {0}
+    mover = life.pools.first.mover
+    later.hardlink_to(tmp_path / "b")
+    await_condition(lambda: all(one._current().pools.pools), "the second pool is reached")
+    assert one._current().epoch == life.epoch, "the life goes on"
+    assert one._current().pools.first.mover is mover, "what was reached is not made anew"
+    await_condition(lambda: one.prefix(["kv"], 0, there[1][0]) == 40, "the server knows of it")
+    for chain in chains:
+        loaded, pages = get(one, chain)
+        assert loaded.all()
+        assert pages.same(Pages(40, SIZES, seed=chains.index(chain))).all()
+    with looking(server) as session:
+        [told] = [row["reaches"] for row in session.inspect("sessions") if row["name"] == "test 0"]
+    assert [way["way"] for way in told] == ["cxl", "cxl"]
+
+
+def test_a_pool_of_which_the_server_was_not_told_is_not_used_and_tried_again(
+    open_store: Open, tmp_path: Path, pools: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REACH_AGAIN_S", 0.1)
+    later = tmp_path / "later"
+    one = open_store(pool=f"{pools[0]},file://{later}")
+    life, tell, failed = one._current(), one._tell, []
+
+    def not_yet(*arguments: Any) -> None:
+        if not failed:
+            failed.append(one._life)
+            raise ServerUnavailableError("no answer")
+        tell(*arguments)
+
+    monkeypatch.setattr(one, "_tell", not_yet)
+    later.hardlink_to(tmp_path / "b")
+    await_condition(lambda: bool(failed) and one._life is life, "it is as before")
+    assert all(failed[0].pools.pools)
+    assert one._retired == [failed[0].pools.pools[1].mover], "to be closed when nobody can be using it"
+    await_condition(lambda: all(one._current().pools.pools), "and then it is used")
+
+
+def test_pools_that_stay_away_are_tried_again_without_a_word(
+    open_store: Open, pools: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_module, "REACH_AGAIN_S", 0.1)
+    one = open_store(pool=pools[0])
+    tried: list[int] = []
+    reach = one._reaching.reach
+
+    def counted(*arguments: Any) -> Any:
+        tried.append(1)
+        return reach(*arguments)
+
+    monkeypatch.setattr(one._reaching, "reach", counted)
+    life = one._current()
+    caplog.clear()
+    await_condition(lambda: len(tried) >= 2, "it is tried twice")
+    assert one._current() is life
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_standby_takes_both(server: ServerProcess, open_store: Open, tmp_path: Path, pools: list[str]) -> None:
