@@ -56,6 +56,7 @@ class MaruServer:
         directory: Path,
         *,
         size: str,
+        extent: str | None = None,
         log: Path | None = None,
         keep_pool: bool = False,
         options: Sequence[str] = (),
@@ -64,6 +65,7 @@ class MaruServer:
         Args:
             directory: for its socket; short (a Unix socket's path has at most 107 bytes).
             size: of the pool, "512M".
+            extent: of its extents, each of which must hold a page; None: as the size of the pool suggests.
             log: its log file; None: one in ``directory``.
             keep_pool: leave the pool when the server stops (another one is started on it).
             options: more words of its command line.
@@ -71,7 +73,7 @@ class MaruServer:
         self.directory = directory
         self.log = log or directory / "maru-server.log"
         self.pool_name = f"maru-bench-{os.getpid()}-{os.urandom(4).hex()}"
-        self.pool = f"shm://{self.pool_name}?size={size}"
+        self.pool = f"shm://{self.pool_name}?size={size}" + (f"&extent={extent}" if extent else "")
         self.endpoint = f"ipc://{directory}/maru.sock"
         self.size = size
         self.keep_pool = keep_pool

@@ -115,13 +115,14 @@ class _Bench:
         """Store by one process and load by another one, of ``batch`` new pages each time."""
         repeats = min(self._options.repeats, max(5, _SAMPLE_BYTES // (page_bytes * batch)))
         stores, loads = self._samples(), self._samples()
-        # A store that is in use has pages of the size already; one that is empty would make room for the first each time.
         resident = next(self._seeds)
-        for peer in self.each(0, without=("memcpy", "echo")):
-            with self.failing(peer):
-                self.store(peer, resident, 1, page_bytes)
         # The first rounds are not counted: they bring every peer's memory in.
         for turn in range(-2, repeats):
+            if turn == -1:
+                # A store that is in use has pages of the size already; one that is empty would make room for the first each time.
+                for peer in self.each(0, without=("memcpy", "echo")):
+                    with self.failing(peer):
+                        self.store(peer, resident, 1, page_bytes)
             for peer in self.each(turn, without=("echo",)):
                 chain = next(self._seeds)
 

@@ -34,6 +34,8 @@ _NEEDS: Final = {
 #: Longest that one order may take, and that a process may take to start, seconds.
 _ORDER_S: Final = 300.0
 _START_S: Final = 300.0
+#: Of Maru's pool, unless a page is larger.
+_EXTENT_BYTES: Final = 16 << 20
 
 
 class PeerFailedError(MaruError):
@@ -184,7 +186,13 @@ def start_peer(stack: contextlib.ExitStack, name: str, place: PeersPlace) -> Pee
     pid: int | None = None
     endpoint, segment = "", 0
     if name == "maru":
-        server = MaruServer(place.scratch, size=f"{place.pool_bytes >> 20}M", log=place.scratch / "maru-server.log")
+        extent = max(_EXTENT_BYTES, 1 << (place.page_bytes - 1).bit_length())
+        server = MaruServer(
+            place.scratch,
+            size=f"{place.pool_bytes >> 20}M",
+            extent=f"{extent >> 20}M",
+            log=place.scratch / "maru-server.log",
+        )
         stack.enter_context(server)
         endpoint, pid = server.endpoint, server.process.pid
     elif name == "mooncake":
