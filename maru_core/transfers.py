@@ -154,7 +154,10 @@ class Transfers:
             target = buffers.select(index)
         reach = life.pools.one(chosen.slots)
         if reach is not None:
-            wanted[wanted] = self._read_from(reach, chosen, target)
+            good = self._read_from(reach, chosen, target)
+            if count == len(wanted):
+                return good
+            wanted[wanted] = good
             return wanted
         # Answers to several questions may be of several pools. One that is not reached is a contradiction, and a miss.
         good = np.zeros(len(chosen.slots), bool)
@@ -256,9 +259,8 @@ class Transfers:
         """Store one object per hash, at most a batch; waits a little for pages that another session writes, and for room."""
         count = len(hashes) // HASH_BYTES
         stored = np.zeros(count, bool)
-        over_quota = np.zeros(
-            count, bool
-        )  # the tenant's own pages could not make room, and will not soon: not tried again
+        # The tenant's own pages could not make room, and will not soon: not tried again.
+        over_quota = np.zeros(count, bool)
         first, last = 0, count  # the span still to be stored
         deadline = time.monotonic() + LATER_S
         pause = 0.002
@@ -266,7 +268,10 @@ class Transfers:
             before = parent if first == 0 else hash_at(hashes, first - 1)
             chunk = hashes[first * HASH_BYTES : last * HASH_BYTES]
             part = buffers if last - first == count else buffers.select(slice(first, last))
-            status = self._put_once(life, component, shard, world, before, chunk, part, stored[first:last])
+            answer = self._put_once(life, component, shard, world, before, chunk, part, stored[first:last])
+            if answer == bytes(last - first):
+                break  # all were given a slot
+            status = np.frombuffer(answer, np.uint8)
             over_quota[first:last] = status == ReserveStatus.QUOTA
             later = np.flatnonzero((status == ReserveStatus.BUSY) | (status == ReserveStatus.NO_ROOM))
             if not len(later):
@@ -295,33 +300,36 @@ class Transfers:
         hashes: bytes,
         buffers: Buffers,
         stored: BoolArray,
-    ) -> npt.NDArray[np.uint8]:
-        """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status for each page."""
+    ) -> bytes:
+        """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status, one byte for each page.
+
+        Where all pages are new, as most are, nothing here is done for each of them: numpy's first steps after a pause cost as much as
+        a message."""
         asked = time.monotonic()
         reserved = self._session.reserve(
             life.namespace, component, shard, world, parent, hashes, buffers.nbytes, epoch=life.epoch
         )
-        status = np.frombuffer(reserved.status, np.uint8)
-        if len(status) != len(stored):
-            raise MaruError(f"the server answered for {len(status)} of {len(stored)} pages")
-        exists = status == ReserveStatus.EXISTS
-        fresh = ~stored & exists
-        stored[exists] = True
-        mine = np.flatnonzero(status == ReserveStatus.RESERVED)
-        self._count(
-            existing_pages=int(fresh.sum()),
-            refused_conflict=int((status == ReserveStatus.CONFLICT).sum()),
-        )
-        if not len(mine):
-            return status
-        slots = np.frombuffer(reserved.slots, "<u4")
-        offsets = np.frombuffer(reserved.offsets, "<u8")
-        generations = np.frombuffer(reserved.generations, "<u8")
-        part = buffers
-        if len(mine) != len(status):
-            slots, offsets, generations = slots[mine], offsets[mine], generations[mine]
-            part = buffers.select(mine)
-        packed = slots.tobytes(), generations.tobytes()
+        count = len(stored)
+        if len(reserved.status) != count:
+            raise MaruError(f"the server answered for {len(reserved.status)} of {count} pages")
+        mine: slice | npt.NDArray[np.intp] = slice(None)
+        slots, offsets = np.frombuffer(reserved.slots, "<u4"), np.frombuffer(reserved.offsets, "<u8")
+        packed, part = (reserved.slots, reserved.generations), buffers
+        if reserved.status != bytes(count):
+            status = np.frombuffer(reserved.status, np.uint8)
+            exists = status == ReserveStatus.EXISTS
+            fresh = ~stored & exists
+            stored[exists] = True
+            self._count(
+                existing_pages=int(fresh.sum()),
+                refused_conflict=int((status == ReserveStatus.CONFLICT).sum()),
+            )
+            mine = np.flatnonzero(status == ReserveStatus.RESERVED)
+            count = len(mine)
+            if not count:
+                return reserved.status
+            slots, offsets, part = slots[mine], offsets[mine], buffers.select(mine)
+            packed = slots.tobytes(), np.frombuffer(reserved.generations, "<u8")[mine].tobytes()
         try:
             if life.epoch != self._session.epoch or time.monotonic() - asked > life.lease_s / 2:
                 # The slots may already be someone else's, or be about to: do not write into them.
@@ -339,19 +347,19 @@ class Transfers:
             if not (isinstance(error, TransferError) and error.wrote):
                 self._release(life, *packed)
             raise
-        done = self._commit(life, packed, sums, len(mine))
-        stored[mine[done]] = True
-        good = int(done.sum())
-        self._count(stored_pages=good, stored_bytes=good * buffers.nbytes, refused_lost=len(mine) - good)
-        return status
+        done = self._commit(life, packed, sums, count)
+        good = done.count(CommitStatus.COMMITTED)
+        stored[mine] = True if good == count else np.frombuffer(done, np.uint8) == CommitStatus.COMMITTED
+        self._count(stored_pages=good, stored_bytes=good * buffers.nbytes, refused_lost=count - good)
+        return reserved.status
 
-    def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes, count: int) -> BoolArray:
-        """An answer that is missing is no answer: the session repeats the commit later, but here it counts as not stored."""
-        committed = self._session.commit(*packed, sums, epoch=life.epoch)
-        status = np.frombuffer(committed.status, np.uint8)
-        if len(status) != count:
-            raise MaruError(f"the server answered for {len(status)} of {count} commits")
-        return np.asarray(status == CommitStatus.COMMITTED)
+    def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes, count: int) -> bytes:
+        """A :class:`CommitStatus` for each. An answer that is missing is no answer: the session repeats the commit later, but here it counts
+        as not stored."""
+        done = self._session.commit(*packed, sums, epoch=life.epoch).status
+        if len(done) != count:
+            raise MaruError(f"the server answered for {len(done)} of {count} commits")
+        return done
 
     def _release(self, life: StoreLife, slots: bytes, generations: bytes) -> None:
         try:

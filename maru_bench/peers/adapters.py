@@ -71,6 +71,7 @@ class MaruAdapter:
         from maru_core.store import Store, StoreConfig
 
         self._fragments_of = Fragments
+        self._sizes: dict[int, Any] = {}
         self._store = Store.open(
             # Far above any normal call: a benchmark on a busy machine should be slow and not wrong.
             StoreConfig(server=config.endpoint, copy_threads=config.threads, timeout_ms=10_000),
@@ -84,7 +85,11 @@ class MaruAdapter:
         return bytes.fromhex("".join(keys))
 
     def _fragments(self, pages: U8Array) -> Any:
-        return self._fragments_of(addresses=addresses(pages), sizes=np.full(FRAGMENTS, pages.shape[2], np.uint64))
+        half = pages.shape[2]
+        sizes = self._sizes.get(half)
+        if sizes is None:  # an engine's pages have one
+            sizes = self._sizes[half] = np.full(FRAGMENTS, half, np.uint64)
+        return self._fragments_of(addresses=addresses(pages), sizes=sizes)
 
     def store(self, keys: Sequence[str], before: str | None, pages: U8Array) -> None:
         parent = bytes.fromhex(before) if before else bytes(32)

@@ -24,6 +24,7 @@ import maru_server.lookup
 from maru_core.errors import ServerUnavailableError
 from maru_core.pool.format import COMMITTED, FREE, RESERVED
 from maru_core.pool.view import PoolView
+from maru_core.protocol import CommitStatus
 from maru_core.session import Session
 from maru_core.store import Store
 from maru_core.transfers import Transfers
@@ -158,7 +159,7 @@ def commit_without_an_answer_counts() -> Iterator[Any]:
             try:
                 return original(self, life, packed, sums, count)
             except ServerUnavailableError:
-                return np.ones(count, bool)
+                return bytes([CommitStatus.COMMITTED]) * count
 
         return run
 
