@@ -26,6 +26,8 @@ from maru_core.errors import ConfigError
 PAGE = ROOT / "docs" / "performance.md"
 #: The first token on a second server, at most so much of what it takes to compute, and of what it takes with files.
 GOAL_OF_COMPUTING, GOAL_OF_FILES = 0.35, 1.0
+#: Pages that SGLang stores and loads at a time.
+WHOLE_BATCH = 128
 #: Experiments, and which of their plots stands below the table: what it says.
 EXPERIMENTS = {
     "shared-prefix": ("ttft_by_context", "time to first token against the length of the shared prefix"),
@@ -57,8 +59,10 @@ def behind(result: PeersResult) -> str:
     compared = [row for row in result.rows if row.peer not in ("maru", *LIMITS) and not row.in_a_loop]
     faster = [row for row in compared if row.to_maru < 1.0]
     few = sum(row.pages == 1 for row in faster)
+    whole = [row for row in compared if row.operation != "exists" and row.pages >= WHOLE_BATCH]
     return (
-        f"Of {len(compared)} comparisons others are ahead in {len(faster)}, in {few} of them with one page at a time.\n"
+        f"Of {len(compared)} comparisons others are ahead in {len(faster)}, in {few} of them with one page at a time; of the {len(whole)} of stores "
+        f"and loads in SGLang's batches of {WHOLE_BATCH} pages, in {sum(row.to_maru < 1.0 for row in whole)}.\n"
     )
 
 
