@@ -310,8 +310,6 @@ class Transfers:
             life.namespace, component, shard, world, parent, hashes, buffers.nbytes, epoch=life.epoch
         )
         count = len(stored)
-        if len(reserved.status) != count:
-            raise MaruError(f"the server answered for {len(reserved.status)} of {count} pages")
         mine: slice | npt.NDArray[np.intp] = slice(None)
         slots, offsets = np.frombuffer(reserved.slots, "<u4"), np.frombuffer(reserved.offsets, "<u8")
         packed, part = (reserved.slots, reserved.generations), buffers
@@ -347,19 +345,16 @@ class Transfers:
             if not (isinstance(error, TransferError) and error.wrote):
                 self._release(life, *packed)
             raise
-        done = self._commit(life, packed, sums, count)
+        done = self._commit(life, packed, sums)
         good = done.count(CommitStatus.COMMITTED)
         stored[mine] = True if good == count else np.frombuffer(done, np.uint8) == CommitStatus.COMMITTED
         self._count(stored_pages=good, stored_bytes=good * buffers.nbytes, refused_lost=count - good)
         return reserved.status
 
-    def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes, count: int) -> bytes:
+    def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes) -> bytes:
         """A :class:`CommitStatus` for each. An answer that is missing is no answer: the session repeats the commit later, but here it counts
         as not stored."""
-        done = self._session.commit(*packed, sums, epoch=life.epoch).status
-        if len(done) != count:
-            raise MaruError(f"the server answered for {len(done)} of {count} commits")
-        return done
+        return self._session.commit(*packed, sums, epoch=life.epoch).status
 
     def _release(self, life: StoreLife, slots: bytes, generations: bytes) -> None:
         try:

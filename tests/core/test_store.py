@@ -17,7 +17,7 @@ from maru_core import finding, transfers
 from maru_core.errors import ConfigError, PoolError, PoolTooSmallError
 from maru_core.namespace import Namespace
 from maru_core.pool import PoolMemory, parse_pool_uri
-from maru_core.protocol import HASH_BYTES, ROOT, Hold, MissReason, Rule, Want
+from maru_core.protocol import HASH_BYTES, ROOT, Committed, Hold, MissReason, Rule, Want
 from maru_core.store import Store, StoreConfig
 from support import Pages, ServerProcess, await_condition, hashes, impatient, namespace, running_server
 
@@ -75,6 +75,40 @@ def test_putting_again_copies_nothing(open_store) -> None:
     assert put(b, chain, pages).all()
     assert b.metrics.stored_pages == 0
     assert b.metrics.existing_pages == 8
+
+
+@pytest.mark.parametrize("known", [1, 5, 7])
+def test_a_chain_of_which_the_head_is_there_is_stored_from_there_on(open_store, known: int) -> None:
+    a, b = open_store(), open_store()
+    chain, pages = hashes(8), Pages(8, SIZES, seed=1)
+    head = chain[: known * HASH_BYTES]
+    assert a.put("kv", 0, 1, ROOT, head, pages.fragments.select(slice(0, known))).all()
+    assert put(b, chain, pages).all()
+    loaded, copy = get(a, chain)
+    assert loaded.all()
+    assert copy.same(pages).all()
+    assert b.metrics.existing_pages == known
+    assert b.metrics.stored_pages == 8 - known
+    assert b.metrics.stored_bytes == (8 - known) * sum(SIZES)
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_only_what_the_commit_acknowledges_is_stored(open_store, monkeypatch: pytest.MonkeyPatch, known: int) -> None:
+    a, b = open_store(), open_store()
+    chain, pages = hashes(6), Pages(6, SIZES, seed=1)
+    if known:
+        assert a.put("kv", 0, 1, ROOT, chain[: known * HASH_BYTES], pages.fragments.select(slice(0, known))).all()
+    commit = b._session.commit
+
+    def some(*arguments: object, **named: object) -> Committed:
+        answer = commit(*arguments, **named)
+        assert answer.status == bytes(6 - known)
+        return msgspec.structs.replace(answer, status=bytes([1, 0, 0, 1, 0, 0])[: 6 - known])
+
+    monkeypatch.setattr(b._session, "commit", some)
+    assert put(b, chain, pages).tolist() == [True] * known + [False, True, True, False, True, True][: 6 - known]
+    assert b.metrics.stored_pages == 4 - known
+    assert b.metrics.refused_lost == 2
 
 
 def test_another_layout_of_fragments_is_the_same_object(open_store) -> None:
