@@ -18,7 +18,7 @@ from performance import ROOT, Command, UnusableError
 from maru_bench.experiment.plots import plots
 from maru_bench.experiment.report import markdown as experiment_table
 from maru_bench.experiment.report import read_json
-from maru_bench.experiment.summary import Record, Row
+from maru_bench.experiment.summary import Record, Row, equal_outputs, judge
 from maru_bench.metadata import TARGET_PAGES, MetadataResult
 from maru_bench.peers.report import LIMITS, PeerRow, PeersResult
 from maru_core.errors import ConfigError
@@ -101,6 +101,22 @@ def verdict(record: Record) -> str:
     return f"First token on a second server, {longest:,} tokens shared: {'; '.join(told)}.\n\n"
 
 
+def agreement(record: Record) -> str:
+    """Where answers differ from those without a cache: whether two stores agree, one request at a time."""
+    alone = [run for run in record.runs if run.cell.concurrency == 1]
+    files = [run for run in alone if run.mode == "file"]
+    shares = [
+        equal_outputs([run], [other for other in files if other.cell == run.cell])
+        for run in alone
+        if run.mode == "maru"
+    ]
+    if not files or not shares or all(row.equal_outputs == 1.0 for row in record.rows if row.cell.concurrency == 1):
+        return ""
+    return (
+        f"\nOne request at a time, {sum(shares) / len(shares):.0%} of the answers with `maru` are those with `file`.\n"
+    )
+
+
 def _goal(share: float, most: float) -> str:
     return f"goal {most:g}: {'met' if share <= most else '**not met**'}"
 
@@ -116,8 +132,9 @@ def experiment_text(record: Record) -> str:
     )
     for name, why in record.skipped.items():
         text += f"\nLeft out: {name} ({why}).\n"
-    for failure in record.failures:
+    for failure in judge(record):
         text += f"\n**Failed**: {failure}.\n"
+    text += agreement(record)
     told = verdict(record).rstrip("\n")
     return text + (f"\n{told}\n" if told else "")
 

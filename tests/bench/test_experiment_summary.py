@@ -134,6 +134,8 @@ def test_a_store_that_gave_nothing_and_other_answers_are_errors(record: Record) 
     assert "maru at 2000 tokens, 4 at a time: no token came from the store" in failures
     assert "maru at 1000 tokens, 1 at a time: 75.0% of the answers are those of none" in failures
     assert len(failures) == 4 + 2, "with several requests at a time other batches may round otherwise"
+    record.settings["new_rows_only"] = "1"
+    assert len(judge(record)) == 4, "and so may new rows alone"
 
 
 def test_percentiles_lie_between_values() -> None:

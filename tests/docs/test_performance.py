@@ -150,18 +150,18 @@ def write(directory: Path, name: str, result: msgspec.Struct) -> None:
     (directory / f"{name}.done").write_text(json.dumps(done))
 
 
-def record(seconds: dict[str, float]) -> Record:
+def record(seconds: dict[str, float], answers: dict[str, str] | None = None, **settings: object) -> Record:
     """Two requests in each mode: a prompt that is new, and the same on the other server, after so many seconds."""
     made = Record(
         workload="shared-prefix", engine="sglang", machine=dict(describe_machine()), versions={"maru commit": "abc"},
-        settings={}, seed=0, started_at="", modes={mode: mode for mode in seconds},
+        settings=settings, seed=0, started_at="", modes={mode: mode for mode in seconds},
     )  # fmt: skip
     cell = Cell(context=8000, concurrency=1)
     for mode, elsewhere in seconds.items():
         both = [
             Sample(
                 number=n, session=n, turn=0, server=n, started_s=float(n), prompt_tokens=8024, cached_tokens=0, device_tokens=0,
-                storage_tokens=0, new_tokens=8, ttft_s=elsewhere if n else 10.0, total_s=11.0, known_here=0, known_anywhere=8000 * n, output="",
+                storage_tokens=0, new_tokens=8, ttft_s=elsewhere if n else 10.0, total_s=11.0, known_here=0, known_anywhere=8000 * n, output=(answers or {}).get(mode, ""),
             )
             for n in range(2)
         ]  # fmt: skip
@@ -186,9 +186,9 @@ def results(tmp_path: Path) -> Path:
     for name in ("peers", "peers-chains"):
         write(directory, name, peers)
     write(directory, "longest", record({"none": 10.0, "file": 4.0, "maru": 3.0}))
-    failed = record({"none": 10.0, "maru-direct": 3.6})
-    failed.failures = ["maru-direct: it gave nothing"]
-    write(directory, "longest-direct", failed)
+    write(directory, "longest-direct", record({"none": 10.0, "maru-direct": 3.6}, {"maru-direct": "another"}))
+    answers = {"maru": "rounded", "file": "rounded"}
+    write(directory, "agents", record({"none": 10.0, "file": 4.0, "maru": 3.0}, answers, new_rows_only="1"))
     return directory
 
 
@@ -211,16 +211,23 @@ def test_tables_are_what_was_measured_and_the_rest_stays(results: Path, tmp_path
     assert "`maru` takes 0.30 of the time of `none` (goal 0.35: met), and 0.75 of that of `file` (goal 1: met)" in told
     assert "8000 | 1 | maru" in told
     assert "`maru-direct` takes 0.36 of the time of `none` (goal 0.35: **not met**)" in block(text, "longest-direct")
-    assert "**Failed**: maru-direct: it gave nothing." in block(text, "longest-direct")
+    assert "**Failed**: maru-direct at 8000 tokens, 1 at a time: 0.0% of the answers are those of none." in block(
+        text, "longest-direct"
+    )
+    # What may be rounded otherwise is no failure; whether stores agree is told.
+    assert "Failed" not in block(text, "agents")
+    assert "One request at a time, 100% of the answers with `maru` are those with `file`." in block(text, "agents")
+    assert "are those with `file`" not in told
     # What there is no result of is as it was, and said so; so is all that lies between.
     assert block(text, "growth") == block(tables.PAGE.read_text(), "growth")
-    assert {"longest: written", "growth: no results, left as it was", f"written: {into}, and 2 plots beside it"} <= set(
+    assert {"longest: written", "growth: no results, left as it was", f"written: {into}, and 3 plots beside it"} <= set(
         lines
     )
     for name in ("longest", "longest-direct"):
         assert f"](images/performance-{name}.png)" in block(text, name)
         assert (tmp_path / "images" / f"performance-{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == [
+        "performance-agents.png",
         "performance-longest-direct.png",
         "performance-longest.png",
     ]
