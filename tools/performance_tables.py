@@ -82,19 +82,24 @@ def growth_table(results: Iterable[MetadataResult]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def verdict(record: Record) -> str:
-    """How the first token on a second server compares, at the longest prompts, one at a time; with the goals where they can be told."""
+def verdict(record: Record, *, goals: bool) -> str:
+    """How the first token on a second server compares, at the longest prompts, one at a time; with or without the goals, which are about prompts
+    that another server has computed whole."""
+
+    def goal(share: float, most: float) -> str:
+        return f" (goal {most:g}: {'met' if share <= most else '**not met**'})" if goals else ""
+
     longest = max(row.cell.context for row in record.rows)
     rows = {row.mode: row for row in record.rows if row.cell.context == longest and row.cell.concurrency == 1}
     told = []
     for name, row in rows.items():
         if not name.startswith("maru") or row.elsewhere_to_first is None:
             continue
-        words = [f"{row.elsewhere_to_first:.2f} of the time of `{next(iter(rows))}` ({_goal(row.elsewhere_to_first, GOAL_OF_COMPUTING)})"]  # fmt: skip
+        words = [f"{row.elsewhere_to_first:.2f} of the time of `{next(iter(rows))}`{goal(row.elsewhere_to_first, GOAL_OF_COMPUTING)}"]  # fmt: skip
         files = rows.get("file")
         if files is not None and files.ttft_elsewhere_s and row.ttft_elsewhere_s:
             share = row.ttft_elsewhere_s / files.ttft_elsewhere_s
-            words.append(f"{share:.2f} of that of `file` ({_goal(share, GOAL_OF_FILES)})")
+            words.append(f"{share:.2f} of that of `file`{goal(share, GOAL_OF_FILES)}")
         told.append(f"`{name}` takes {', and '.join(words)}")
     if not told:
         return ""
@@ -117,15 +122,11 @@ def agreement(record: Record) -> str:
     )
 
 
-def _goal(share: float, most: float) -> str:
-    return f"goal {most:g}: {'met' if share <= most else '**not met**'}"
-
-
 def image_of(name: str) -> str:
     return f"performance-{name}.png"
 
 
-def experiment_text(record: Record) -> str:
+def experiment_text(record: Record, *, goals: bool) -> str:
     row: Row = record.rows[0]
     text = (
         f"`{record.workload}`: {row.requests} requests a run, medians of {row.repeats}.\n\n{experiment_table(record)}"
@@ -135,7 +136,7 @@ def experiment_text(record: Record) -> str:
     for failure in judge(record):
         text += f"\n**Failed**: {failure}.\n"
     text += agreement(record)
-    told = verdict(record).rstrip("\n")
+    told = verdict(record, goals=goals).rstrip("\n")
     return text + (f"\n{told}\n" if told else "")
 
 
@@ -179,7 +180,7 @@ class _Results:
             return None
         record = read_json(path)
         return (
-            experiment_text(record)
+            experiment_text(record, goals=name.startswith("longest"))
             + f"\n![{EXPERIMENTS[name][1]}](images/{image_of(name)})\n"
             + self._where(path, record.machine, record.versions.get("maru commit"))
         )

@@ -216,6 +216,7 @@ def test_tables_are_what_was_measured_and_the_rest_stays(results: Path, tmp_path
     )
     # What may be rounded otherwise is no failure; whether stores agree is told.
     assert "Failed" not in block(text, "agents")
+    assert "`maru` takes 0.30 of the time of `none`, and 0.75 of that of `file`." in block(text, "agents"), "no goals"
     assert "One request at a time, 100% of the answers with `maru` are those with `file`." in block(text, "agents")
     assert "are those with `file`" not in told
     # What there is no result of is as it was, and said so; so is all that lies between.
