@@ -189,9 +189,7 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
         argv += ["--max-total-tokens", str(self.max_total_tokens), "--max-running-requests", "8"]
         argv += ["--enable-cache-report", "--skip-server-warmup", "--skip-tokenizer-init", "--random-seed", "0"]
         if self.device == "cpu":
-            argv += ["--attention-backend", "torch_native", "--disable-cuda-graph"]
-            # Of the memory that is free when it starts, which other servers that start meanwhile take, too; the tokens are the limit.
-            argv += ["--mem-fraction-static", "0.8"]
+            argv += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--mem-fraction-static", "0.2"]
             # Without it two idle servers keep two cores busy.
             argv += ["--sleep-on-idle"]
         if self.tensor_parallel > 1:

@@ -180,6 +180,9 @@ class StartedFleet(Fleet):
             sharing = -(-options.servers // max(1, options.gpus))
             arguments += ("--base-gpu-id", str(index % max(1, options.gpus)))
             arguments += ("--mem-fraction-static", f"{0.8 / sharing:.2f}")
+        else:
+            # Of the memory that is free when it starts, which all the others that start meanwhile take, too; the tokens are the limit.
+            arguments += ("--mem-fraction-static", "0.5")
         return SGLangOptions(
             python=options.python,
             model=options.model,
