@@ -180,6 +180,16 @@ class Store:
         """
         self._reaching.register(address, nbytes, device)
 
+    @property
+    def epoch(self) -> int:
+        """Number of the session's present life, 0 before the first. A server that was restarted begins another one."""
+        return self._session.epoch
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server answered when it was last asked."""
+        return self._session.connected
+
     # ------------------------------------------------------------ calls
 
     def prefix(self, components: Sequence[str], shard: int, hashes: bytes) -> int:

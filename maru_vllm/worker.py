@@ -39,6 +39,9 @@ log = logging.getLogger("maru.vllm")
 FENCE_S: Final = 0.05
 #: How long a step in which nothing is computed waits for a load, seconds, instead of being repeated at once.
 IDLE_WAIT_S: Final = 0.002
+#: How long a load waits for a server that is away, seconds. The scheduler has found its pages, in a process of its own: most likely the
+#: server is there again, and this process has not noticed yet. vLLM's default fails a request whose load fails.
+SERVER_WAIT_S: Final = 3.0
 #: Requests whose loads are copied at once. (One large batch is copied by several threads already.)
 LOAD_THREADS: Final = 2
 #: Stores that may wait their turn; more are dropped.
@@ -218,13 +221,27 @@ class WorkerSide:
     def _get(self, run: PageRun) -> set[int]:
         """Load a run; the blocks that do not hold what they should."""
         component, shard = self._components[run.group], self._placement.shard
-        loaded = self._store.get(component, shard, run.hashes, self._layouts[run.group].buffers(run.blocks))
+        buffers = self._layouts[run.group].buffers(run.blocks)
+        epoch = self._store.epoch
+        loaded = self._store.get(component, shard, run.hashes, buffers)
+        if not loaded.all() and self._found_again(epoch):
+            loaded = self._store.get(component, shard, run.hashes, buffers)
         if len(loaded) != len(run.blocks):
             return set(run.blocks)
         bad = np.flatnonzero(~loaded)
         if len(bad) and self._store.config.verify == "checksum":
             self._remove_damaged(component, run.hashes, bad)
         return {run.blocks[index] for index in bad}
+
+    def _found_again(self, epoch: int) -> bool:
+        """Whether the server is there, and was away or began another life since ``epoch``: then it is worth asking again."""
+        was_away = not self._store.connected
+        deadline = time.monotonic() + SERVER_WAIT_S
+        while not self._store.connected:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return was_away or self._store.epoch != epoch
 
     def _remove_damaged(self, component: str, hashes: bytes, bad: npt.NDArray[np.intp]) -> None:
         """A page that is there and has wrong bytes would fail every request that has it in its chain."""

@@ -157,6 +157,24 @@ def test_a_load_while_the_server_is_away_fails_and_ends(make: Make, server: Serv
         assert side.received("q").bad_blocks == {3, 4}
 
 
+@pytest.mark.parametrize("noticed", [False, True], ids=["not_noticed", "noticed"])
+def test_a_load_goes_on_with_a_server_that_is_there_again(make: Make, server: ServerProcess, noticed: bool) -> None:
+    """The scheduler, whose session is its own, has found it before this process did."""
+    side, pages = make(), hashes(2)
+    side.run(stores=[transfer("r", pages, [1, 2])])
+    await_condition(lambda: all(side.present(pages)), "nothing is stored")
+    server.kill()
+    if noticed:
+        with impatient(side.store._session):
+            assert not any(side.present(pages))
+        assert not side.store.connected
+    server.start()
+    side.run(loads=[transfer("q", pages, [3, 4])])
+    done = side.received("q")
+    assert done.failed == set()
+    assert done.bad_blocks == set()
+
+
 def test_hooks_of_one_step_begin_its_work_once(make: Make) -> None:
     side = make()
     pages = hashes(1)
