@@ -36,6 +36,11 @@ from maru_core.pool.format import (
 )
 from maru_core.pool.geometry import Geometry
 
+try:
+    from maru_server import _store
+except ImportError:  # built without a compiler: numpy does the same, more slowly
+    _store = None  # type: ignore[assignment]
+
 Slots: TypeAlias = npt.NDArray[Any]  # any integer type
 U64: TypeAlias = npt.NDArray[np.uint64]
 
@@ -89,6 +94,7 @@ class PoolDirectory:
         self._namespaces = self._view(geometry.off_namespaces, geometry.namespace_capacity * NAMESPACE_BYTES)
         # Generations are not reused over a format of the same memory, even where the array was left zero.
         self._generation_floor = np.uint64((geometry.created_ns // 1_000_000_000) << 32)
+        self._floor = int(self._generation_floor)
         self._fresh = self._generation_floor
         # Where each slot of a cut extent lies: one load per slot where every match and reserve asks. Rows of extents that
         # are not cut are never touched and take no memory.
@@ -98,6 +104,8 @@ class PoolDirectory:
         # By number: what the component's name and the namespace's record add to the checks of records.
         self._component_shares = self._shares(self._components.view(COMPONENT), "name")
         self._namespace_shares = self._shares(self._namespaces.view(NAMESPACE), "record")
+        #: Whether stores may go through ``_store.c``: not where each word must be written back, nor where a test counts the stores.
+        self.compiled = _store is not None and not coherence.software and type(self)._store is PoolDirectory._store
 
     def _view(self, offset: int, nbytes: int) -> npt.NDArray[Any]:
         assert offset >= BLOCK_BYTES
@@ -163,6 +171,14 @@ class PoolDirectory:
         self._store(self.states, slots, RESERVED)
         return generations
 
+    def claim_packed(self, slots: npt.NDArray[np.uint32]) -> tuple[bytes, bytes]:
+        """:meth:`claim`, compiled: where the slots lie and their new generations, packed."""
+        return _store.claim(self.generations, self.words, self.slot_offsets, slots, self._floor)
+
+    def share(self, namespace: int, component: int) -> int:
+        """What the names of both add to the check of a record."""
+        return (int(self._namespace_shares[namespace]) + int(self._component_shares[component])) & 0xFFFFFFFFFFFFFFFF
+
     def describe(
         self,
         slots: Slots,
@@ -190,6 +206,9 @@ class PoolDirectory:
 
     def commit(self, slots: Slots, checksums: U64 | None) -> None:
         """Publish reserved slots. ``checksums`` has one element per slot, or is None."""
+        if self.compiled and checksums is None and slots.dtype == np.uint32:
+            _store.commit(self.words, self._changes, np.ascontiguousarray(slots))
+            return
         if checksums is not None:
             # The check of a reserved record is that of a record without a checksum.
             checks = self.words[slots, CHECK_WORD] + checksum_shares(checksums)

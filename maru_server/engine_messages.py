@@ -33,10 +33,11 @@ from maru_core.protocol import (
 from maru_server.books import Books
 from maru_server.events import Topic
 from maru_server.growth import Growth
-from maru_server.lookup import Location, Lookup, first_absent, reason
+from maru_server.lookup import Location, Lookup, first_absent, reason, split
 from maru_server.requests import (
     Handler,
     RefusedError,
+    check_chain,
     check_match,
     check_request,
     check_reserve,
@@ -181,30 +182,29 @@ class EngineMessages:
     # ------------------------------------------------------------ store
 
     def _reserve(self, message: Reserve, session: Session, time: float, now: float) -> Reply:
-        keys = split_hashes(message.hashes)
+        count_hashes(message.hashes)
         tree = self._tree(message.namespace, session)
-        check_reserve(message, keys, self._geometry.extent_bytes)
+        check_reserve(message, self._geometry.extent_bytes)
         component = self._components.get(message.component)
         table = None if component is None else tree.tables.get(component)
+        pages = self._pages
+        deadline, now_ns = time + self._config.reservation_s, self._wall_ns(now)
+        where = (message.shard, message.world, message.parent, message.hashes)
+        self._live_extents(time)
+        if component is not None and table is not None and message.shard in table.slots:
+            granted = pages.new_chains.reserve(
+                session, tree, component, *where, message.nbytes, time=time, deadline=deadline, now_ns=now_ns
+            )
+            if granted is not None:
+                return Reserved(message.rid, self._incarnation, *granted)
+        keys = split(message.hashes)
+        check_chain(message, keys)
         if table is None or message.shard not in table.slots:
             self._check_columns(tree, message)
         if component is None:
             component = self._names.add_component(message.component, session.peer)
-        pages = self._pages
-        self._live_extents(time)
         grant = pages.reserve(
-            session,
-            tree,
-            component,
-            message.shard,
-            message.world,
-            message.parent,
-            message.hashes,
-            keys,
-            message.nbytes,
-            time=time,
-            deadline=time + self._config.reservation_s,
-            now_ns=self._wall_ns(now),
+            session, tree, component, *where, keys, message.nbytes, time=time, deadline=deadline, now_ns=now_ns
         )
         return Reserved(message.rid, self._incarnation, *grant)
 
@@ -220,8 +220,11 @@ class EngineMessages:
             )
 
     def _commit(self, message: Commit, session: Session, time: float, now: float) -> Reply:
-        check_slots(message, self._geometry.slot_count)
-        status = self._pages.commit(session, message.slots, message.generations, message.checksums, self._wall_ns(now))
+        now_ns = self._wall_ns(now)
+        status = self._pages.commit_whole(session, message.slots, message.generations, message.checksums, now_ns)
+        if status is None:
+            check_slots(message, self._geometry.slot_count)
+            status = self._pages.commit(session, message.slots, message.generations, message.checksums, now_ns)
         return Committed(message.rid, self._incarnation, status)
 
     def _release(self, message: Release, session: Session, time: float, now: float) -> Reply:

@@ -15,6 +15,11 @@ import numpy.typing as npt
 
 from maru_core.protocol import HASH_BYTES
 
+try:
+    from maru_server import _store
+except ImportError:  # built without a compiler
+    _store = None  # type: ignore[assignment]
+
 #: Bits of a note that hold the reason, a :class:`maru_core.protocol.MissReason`. Those above it: how often the page was used
 #: again while it was there, as ``uses.bit_length()``.
 REASON_BITS: Final = 3
@@ -35,7 +40,7 @@ class Ghosts:
 
     def __init__(self, pages: int) -> None:
         self.capacity = 1 << (min(max(pages, _MIN), _MAX) - 1).bit_length()
-        #: Nothing was ever added: there is nothing to forget.
+        #: Nothing was ever added.
         self.empty = True
         self._mask = np.uint64(self.capacity - 1)
         self._prints = np.zeros(self.capacity, np.uint64)  # zeroed memory costs nothing until it is used
@@ -62,6 +67,14 @@ class Ghosts:
         """The note of each of the packed page hashes, 0 where none is remembered."""
         at, prints = self._places(namespace, hashes)
         return np.where(self._prints[at] == prints, self._notes[at], 0).astype(np.uint8)
+
+    def remembers(self, namespace: int, hashes: bytes) -> bool:
+        """Whether there is a note of any of the packed page hashes. Asked at every store: most pages are new."""
+        if self.empty:
+            return False
+        if _store is None:
+            return bool(self.notes(namespace, hashes).any())
+        return _store.remembered(self._prints, self._notes, _salt(namespace), hashes) > 0
 
     def note(self, namespace: int, page: bytes) -> int:
         """The note of one page hash, 0 if none is remembered."""

@@ -88,14 +88,18 @@ class TableIndex(_Column):
         return rows
 
     def add(self, hashes: bytes, rows: Rows) -> None:
-        self._make_room(len(rows))
+        self.make_room(len(rows))
         self.hashes[rows] = np.frombuffer(hashes, "<u8").reshape(-1, _WORDS)
         _index.insert(self.table, self.hashes, self.key, np.ascontiguousarray(rows, np.int64))
         self._count += len(rows)
 
+    def added(self, count: int) -> None:
+        """So many rows were added to table and column by ``_store.c``, for which :meth:`make_room` had made room."""
+        self._count += count
+
     def intern(self, hashes: bytes) -> Rows:
         count = len(hashes) // HASH_BYTES
-        self._make_room(count)
+        self.make_room(count)
         self.grow(self._count + count)
         rows = np.empty(count, np.int64)
         self._count = _index.intern(self.table, self.hashes, self.key, hashes, rows, self._count)
@@ -112,8 +116,8 @@ class TableIndex(_Column):
         self.hashes[rows] = 0
         self._count -= len(rows)
 
-    def _make_room(self, more: int) -> None:
-        """At most three quarters of the entries are in use: runs of them stay short."""
+    def make_room(self, more: int) -> None:
+        """Have entries for so many rows more. At most three quarters of the entries are in use: runs of them stay short."""
         entries = len(self.table)
         while (self._count + more) * 4 > entries * 3:
             entries *= 2

@@ -24,6 +24,7 @@ from maru_server.events import Events
 from maru_server.eviction import DEFAULT_POLICY, Evictor
 from maru_server.ghosts import REASON_BITS, REASON_MASK, Ghosts
 from maru_server.limits import Limits
+from maru_server.new_chains import NewChains
 from maru_server.pins import Pins
 from maru_server.room import Room
 from maru_server.sessions import Page, Reservation, Reservations, Session
@@ -84,6 +85,7 @@ class Pages:
         self.may_grow = False
         self.limits = Limits()
         self.room = Room(self)
+        self.new_chains = NewChains(self)
         for tree in trees.values():
             rows = tree.used_rows()
             self.tenants.used[tree.tenant] += self.tenants.bytes_of(tree.slots_of(rows))
@@ -94,6 +96,10 @@ class Pages:
         up to date while the answer travels. To be called before anything else looks at them."""
         while self._later:
             self._later.pop(0)()
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Have this done by :meth:`finish`."""
+        self._later.append(work)
 
     # ------------------------------------------------------------ reserve
 
@@ -184,14 +190,13 @@ class Pages:
                 )
                 tree.hold(component, shard, mine, slots, world, nbytes)
                 self.tenants.taken(tree.tenant, len(slots), slot_bytes)
-                if not self.ghosts.empty:
-                    self._back_again(tree, mine, own)
+                self.back_again(tree, mine, own.tobytes())
                 reservation = self.reservations.add(
                     session, slots, granted, Page(tree, component, shard, mine), time, deadline, slot_bytes
                 )
                 reservation.remember_blobs()
 
-            self._later.append(keep_books)
+            self.later(keep_books)
             if pinned is not None:
                 self.finish()
         if pinned is not None:
@@ -218,13 +223,12 @@ class Pages:
                 self.counts["over_quota"] += over
                 tree.counts["refused_quota"] += over
 
-    def _back_again(self, tree: PrefixTree, rows: Rows, hashes: U64) -> None:
+    def back_again(self, tree: PrefixTree, rows: Rows, hashes: bytes) -> None:
         """Pages that were gone are stored again: one that was evicted was worth more than it seemed."""
-        packed = hashes.tobytes()
-        notes = self.ghosts.notes(tree.number, packed)
-        if not notes.any():
+        if not self.ghosts.remembers(tree.number, hashes):
             return
-        self.ghosts.forget(tree.number, packed)
+        notes = self.ghosts.notes(tree.number, hashes)
+        self.ghosts.forget(tree.number, hashes)
         evicted = notes & REASON_MASK == MissReason.EVICTED
         before = (np.int64(1) << (notes[evicted] >> REASON_BITS).astype(np.int64)) >> 1
         tree.uses[rows[evicted]] = np.minimum(before + 1, 255)
@@ -324,26 +328,40 @@ class Pages:
 
     # ------------------------------------------------------------ commit, release
 
+    def commit_whole(
+        self, session: Session, slots: bytes, generations: bytes, checksums: bytes, now_ns: int
+    ) -> bytes | None:
+        """:meth:`commit` of exactly what one Reserve message got, none of it committed yet: what nearly all are, and seen at one glance.
+        None where it is anything else; nothing was changed then, and nothing of the arguments need be valid."""
+        first = int.from_bytes(slots[:4], "little")
+        if len(slots) < 4 or first >= self.directory.geometry.slot_count:
+            return None
+        reservation = self.reservations.of_slot(first)
+        if (
+            reservation is None
+            or reservation.session is not session
+            or reservation.page is None
+            or reservation.slots_blob != slots
+            or reservation.generations_blob != generations
+            or reservation.remaining != len(reservation.slots)
+            or len(checksums) not in (0, len(generations))
+        ):
+            return None
+        self.directory.commit(reservation.slots, np.frombuffer(checksums, "<u8") if checksums else None)
+        self.later(partial(self._all_published, reservation, now_ns))
+        return bytes(reservation.remaining)  # all CommitStatus.COMMITTED
+
     def commit(
         self, session: Session, slots_blob: bytes, generations_blob: bytes, checksums_blob: bytes, now_ns: int
     ) -> bytes:
         """Publish what this session reserved; says per slot what became of it. Repeating it changes nothing."""
+        whole = self.commit_whole(session, slots_blob, generations_blob, checksums_blob, now_ns)
+        if whole is not None:
+            return whole
         slots = np.frombuffer(slots_blob, "<u4")
         checksums = np.frombuffer(checksums_blob, "<u8") if checksums_blob else None
         if not len(slots):
             return b""
-        reservation = self.reservations.of_slot(int(slots[0]))
-        if (
-            reservation is not None
-            and reservation.session is session
-            and reservation.page is not None
-            and reservation.remaining == len(slots)
-            and reservation.slots_blob == slots_blob
-            and reservation.generations_blob == generations_blob
-        ):
-            self.directory.commit(reservation.slots, checksums)
-            self._later.append(partial(self._published, reservation, reservation.page.rows, reservation.slots, now_ns))
-            return bytes(len(slots))  # all CommitStatus.COMMITTED
         generations = np.frombuffer(generations_blob, "<u8")
         for reservation, index, at in self._held_by(session, slots, generations):
             mine = reservation.slots[index]
@@ -387,6 +405,11 @@ class Pages:
     def _publish(self, reservation: Reservation, rows: Rows, slots: Slots, checksums: U64 | None, now_ns: int) -> None:
         self.directory.commit(slots, checksums)
         self._published(reservation, rows, slots, now_ns)
+
+    def _all_published(self, reservation: Reservation, now_ns: int) -> None:
+        assert reservation.page is not None
+        if not self.new_chains.published(reservation, now_ns):
+            self._published(reservation, reservation.page.rows, reservation.slots, now_ns)
 
     def _published(self, reservation: Reservation, rows: Rows, slots: Slots, now_ns: int) -> None:
         page = reservation.page

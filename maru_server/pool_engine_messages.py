@@ -38,7 +38,7 @@ from maru_core.protocol import (
 from maru_server.placement import SLOTS_MAX, find, parts, place, raised
 from maru_server.pool_books import JointBooks
 from maru_server.reaches import reached
-from maru_server.requests import Handler, check_match, check_request, check_reserve, count_hashes, split_hashes
+from maru_server.requests import Handler, check_chain, check_match, check_request, check_reserve, count_hashes, split_hashes
 from maru_server.sessions import Session
 
 
@@ -174,7 +174,8 @@ class JointEngineMessages:
     def _reserve(self, message: Reserve, session: Session, time: float, now: float) -> Reply:
         keys = split_hashes(message.hashes)
         space = self._space(message.namespace, session)
-        check_reserve(message, keys, self._extent_bytes)
+        check_reserve(message, self._extent_bytes)
+        check_chain(message, keys)
         largest = self._largest[message.namespace] = max(message.nbytes, self._largest.get(message.namespace, 0))
         pool = place(message, self._states, space, self._reached(session, space), session.ways, largest)
         if pool is None:

@@ -130,8 +130,8 @@ def check_request(request: bytes) -> None:
         raise _invalid(f"the request id of a hold has {len(request)} bytes: give 1 to {_REQUEST_MAX}")
 
 
-def check_reserve(message: Reserve, keys: list[bytes], extent_bytes: int) -> None:
-    """``keys`` are the message's hashes."""
+def check_reserve(message: Reserve, extent_bytes: int) -> None:
+    """All but its chain, for which see :func:`check_chain`."""
     world, shard, nbytes = message.world, message.shard, message.nbytes
     if not 1 <= world <= MAX_WORLD:
         raise _invalid(f"world is {world}: give 1 to {MAX_WORLD}")
@@ -147,10 +147,14 @@ def check_reserve(message: Reserve, keys: list[bytes], extent_bytes: int) -> Non
             f"an object of {nbytes} bytes does not fit into an extent of {extent_bytes}: "
             "format the pool with a larger extent",
         )
+    check_component(message.component)
+
+
+def check_chain(message: Reserve, keys: list[bytes]) -> None:
+    """``keys`` are the message's hashes."""
     distinct = set(keys)
     if len(distinct) != len(keys) or message.parent in distinct or ROOT in distinct:
         raise _invalid("a hash is repeated, is its own ancestor, or is the root's: send a chain of pages")
-    check_component(message.component)
 
 
 def check_slots(message: Commit | Release | Validate, slot_count: int) -> None:

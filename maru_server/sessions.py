@@ -217,7 +217,7 @@ class Reservations:
         return len(self.live) >= self.limit
 
     def of_slot(self, slot: int) -> Reservation | None:
-        return self._by_number.get(int(self._of_slot[slot]))
+        return self._by_number.get(self._of_slot.item(slot))
 
     def numbers(self, slots: Slots) -> npt.NDArray[np.uint32]:
         """Number of each slot's reservation, 0 where it has none."""

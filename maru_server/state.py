@@ -120,7 +120,8 @@ class ServerState:
             return StatsReply(message.rid, self._incarnation, figures)
         session = self._sessions.get(message.session)
         try:
-            if session is None or session.peer != peer:
+            # Nearly always the very same object: its comparison is asked only where it is not.
+            if session is None or (session.peer is not peer and session.peer != peer):
                 raise RefusedError(
                     ErrorCode.UNKNOWN_SESSION, f"session {message.session} is not known: say Hello again"
                 )

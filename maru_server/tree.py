@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from maru_server.columns import ComponentTable, grown
 from maru_server.directory import Slots
-from maru_server.index import PageIndex, page_index
+from maru_server.index import PageIndex, TableIndex, page_index
 from maru_server.index import Rows as Rows
 
 try:
@@ -131,31 +131,37 @@ class PrefixTree:
     def add_chain(self, keys: list[bytes], parent: int, now_ns: int) -> Rows:
         """Add unknown pages: the first under ``parent`` (a row or ROOT_ROW, UNKNOWN_ROW), each other under the one
         before it. Returns their rows."""
-        count = len(keys)
-        taken: list[int] | range
-        if len(self._free) >= count:
-            taken = self._free[-count:]
-            del self._free[-count:]
-        else:
-            taken = range(self.size, self.size + count)
-            self.size += count
-            if self.size > len(self.parent):
-                self._grow(self.size)
-        if isinstance(taken, range):
-            rows = np.arange(taken.start, taken.stop)
-            where: slice | Rows = slice(taken.start, taken.stop)  # faster than an index array
-        else:
-            rows = where = np.array(taken, np.int64)
+        rows = self.take_rows(len(keys))
         self.index.add(b"".join(keys), rows)
-        self._next[where] = _NONE
-        self._previous[where] = _NONE
-        self.last_use[where] = now_ns
-        self.uses[where] = 0
+        self._next[rows] = _NONE
+        self._previous[rows] = _NONE
+        self.last_use[rows] = now_ns
+        self.uses[rows] = 0
         self.parent[rows[1:]] = rows[:-1]
         self.child[rows[:-1]] = rows[1:]
         self.child[rows[-1]] = _NONE
         self.link(int(rows[0]), parent)
         return rows
+
+    def take_rows(self, count: int) -> Rows:
+        """So many rows that are not in use, for pages that the caller adds now."""
+        if len(self._free) >= count:
+            taken = self._free[-count:]
+            del self._free[-count:]
+            return np.array(taken, np.int64)
+        self.size += count
+        if self.size > len(self.parent):
+            self._grow(self.size)
+        return np.arange(self.size - count, self.size)
+
+    def columns_of_a_chain(self) -> tuple[Any, ...]:
+        """What ``_store.c`` fills in where a chain is added; the index must be the compiled one."""
+        index = self.index
+        assert isinstance(index, TableIndex)
+        return (
+            index.table, index.hashes, index.key,
+            self.parent, self.child, self._next, self._previous, self.last_use, self.uses, self.pending,
+        )  # fmt: skip
 
     def link(self, row: int, parent: int) -> None:
         """Hang a row that has no parent yet under ``parent``."""
