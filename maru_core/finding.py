@@ -26,28 +26,31 @@ _EVERY_END.flags.writeable = False
 class Found(msgspec.Struct, frozen=True):
     """What is there of a chain.
 
-    ``pages`` is the longest prefix at which the rules of all components are met, and ``ends`` are all such lengths from 1 on,
-    ascending (u32). Ranks and pipeline stages differ: what may be loaded together is a length that all of them have.
+    ``pages`` is the longest prefix at which the rules of all components are met; :attr:`ends` are all such lengths. Ranks and pipeline stages differ: what may be loaded together is a length that all of them have.
     ``covered`` has the pages that each component reaches by its own rule alone. ``why`` is the reason for the first page that
     is missing, None where the server did not answer. ``held_s`` is for how long all of it is held, 0 if it is not."""
 
     pages: int
-    ends: npt.NDArray[np.uint32]
+    some_ends: npt.NDArray[np.uint32] | None  # None: every length up to ``pages``
     covered: dict[str, int]
     why: MissReason | None
     held_s: float
 
+    @property
+    def ends(self) -> npt.NDArray[np.uint32]:
+        """All lengths, from 1 on, at which the rules of all components are met: ascending, u32."""
+        return _EVERY_END[: self.pages] if self.some_ends is None else self.some_ends
+
     @staticmethod
     def of(components: Sequence[str], located: Located) -> Found:
         """The answer to one message that asked for a whole chain, and for every page of each component."""
-        ends = _EVERY_END[: located.pages]
         covered = dict(zip(components, located.covered, strict=True))
-        return Found(located.pages, ends, covered, _REASONS[located.why], located.held_s)
+        return Found(located.pages, None, covered, _REASONS[located.why], located.held_s)
 
     @staticmethod
     def nothing(wants: Mapping[str, Want]) -> Found:
         """What is known without an answer."""
-        return Found(0, _EVERY_END[:0], dict.fromkeys(wants, 0), None, 0.0)
+        return Found(0, None, dict.fromkeys(wants, 0), None, 0.0)
 
 
 def pieces(count: int, wants: Mapping[str, Want]) -> Iterator[tuple[int, int]]:

@@ -33,10 +33,10 @@ class Housekeeping:
 
     def populate(self, memory: PoolMemory, slots: npt.NDArray[np.uint32]) -> None:
         """Have the page tables of extents that come into use filled in the background, not by the copy's page faults."""
-        per_extent = memory.geometry.slots_per_extent
-        # Plain integers, for some of the slots: what is missed is met again.
-        for slot in slots[:: max(1, len(slots) // 16)].tolist():
-            key = (memory.geometry.pool_uuid, slot // per_extent)
+        geometry = memory.geometry
+        # Batches lie in few extents, next to each other: some of the slots tell which. What is missed is met again.
+        for at in {0, len(slots) // 3, 2 * len(slots) // 3, len(slots) - 1} if len(slots) else ():
+            key = (geometry.pool_uuid, slots.item(at) // geometry.slots_per_extent)
             if key not in self._populated:
                 self._populated.add(key)
                 self._chores.put((memory, key[1]))

@@ -75,12 +75,15 @@ class Fragments:
             raise ValueError(
                 f"addresses of shape {addresses.shape} and sizes of shape {sizes.shape}: give (objects, fragments) and (fragments,)"
             )
-        # Not uint64's sum, which wraps.
-        nbytes = sum(sizes.tolist())
-        if not sizes.all() or nbytes >= 1 << 63:
-            raise ValueError(f"fragment sizes {sizes.tolist()}: each must be positive, and their sum below 2**63")
-        object.__setattr__(self, "addresses", np.ascontiguousarray(addresses))
-        object.__setattr__(self, "sizes", np.ascontiguousarray(sizes))
+        # Not uint64's sum, which wraps; and made for every batch: without numpy, which is slow to wake up.
+        each = sizes.tolist()
+        nbytes = sum(each)
+        if 0 in each or nbytes >= 1 << 63:
+            raise ValueError(f"fragment sizes {each}: each must be positive, and their sum below 2**63")
+        if not addresses.flags.c_contiguous:
+            object.__setattr__(self, "addresses", np.ascontiguousarray(addresses))
+        if not sizes.flags.c_contiguous:
+            object.__setattr__(self, "sizes", np.ascontiguousarray(sizes))
         object.__setattr__(self, "nbytes", nbytes)
 
     def __len__(self) -> int:
@@ -207,7 +210,7 @@ class CxlMover(Mover):
                 geometry.off_data,
                 geometry.data_bytes,
                 geometry.extent_bytes,
-                np.ascontiguousarray(offsets),
+                offsets if offsets.flags.c_contiguous else np.ascontiguousarray(offsets),
                 fragments.addresses,
                 fragments.sizes,
                 threads,

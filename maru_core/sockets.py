@@ -26,6 +26,9 @@ Socket = zmq.Socket[bytes]
 _DONTWAIT: Final = int(zmq.DONTWAIT)
 _POLLIN: Final = int(zmq.POLLIN)
 
+#: The library's own wrapper of it looks for options that are not used here.
+_send: Final = zmq.backend.Socket.send
+
 #: Sockets kept for later calls; more than this many calls at once open and close theirs.
 IDLE_MAX: Final = 64
 #: Pause between two attempts of the library to connect, milliseconds.
@@ -221,7 +224,7 @@ def exchange(
     """
     garbage = 0
     try:
-        socket.send(data, _DONTWAIT)
+        _send(socket, data, _DONTWAIT)
         while (left := deadline - time.monotonic()) > 0:
             wait_ms = int(left * 1000) + 1
             if given_up is not None:

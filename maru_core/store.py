@@ -206,15 +206,16 @@ class Store:
         same under one request id are told the same, and what they are told is kept from eviction until they have said
         :meth:`unhold`, within the server's bounds; what is held may still be gone, and a get decides that.
         """
-        nothing = Found.nothing(wants)
         if not hashes or not wants:
-            return nothing
-        return self._guarded(
+            return Found.nothing(wants)
+        nothing: Found | None = None
+        found = self._guarded(
             lambda life: self._transfers.find(life, wants, shard, hashes, hold),
             nothing,
             "unavailable lookup",
             lambda kind: self._count(**{f"lookup_{kind}": len(hashes) // HASH_BYTES}),
         )
+        return found if found is not None else Found.nothing(wants)
 
     def unhold(self, request: bytes) -> bool:
         """This rank needs nothing more of what it found with the hold ``request``; True if the server knows it."""
@@ -251,12 +252,14 @@ class Store:
         stored = np.zeros(count, bool)
 
         def run(life: StoreLife) -> BoolArray:
+            if 0 < count <= MAX_BATCH:
+                return self._transfers.put(life, component, shard, world, parent, hashes, buffers, stored)
             for start in range(0, count, MAX_BATCH):
                 stop = min(start + MAX_BATCH, count)
                 before = parent if start == 0 else hash_at(hashes, start - 1)
-                part = buffers if (start, stop) == (0, count) else buffers.select(slice(start, stop))
+                part, some = buffers.select(slice(start, stop)), stored[start:stop]
                 chunk = hashes[start * HASH_BYTES : stop * HASH_BYTES]
-                stored[start:stop] = self._transfers.put(life, component, shard, world, before, chunk, part)
+                self._transfers.put(life, component, shard, world, before, chunk, part, some)
             return stored
 
         if not self._fits(count, hashes, buffers):
@@ -464,9 +467,11 @@ class Store:
             return life.namespace, msgspec.structs.asdict(self.metrics)
 
     def _count(self, **figures: int) -> None:
+        metrics = self.metrics
         with self._metrics_lock:
             for name, value in figures.items():
-                setattr(self.metrics, name, getattr(self.metrics, name) + value)
+                if value:
+                    setattr(metrics, name, getattr(metrics, name) + value)
 
     def _fits(self, count: int, hashes: bytes, buffers: Buffers) -> bool:
         if len(hashes) % HASH_BYTES or len(buffers) != count:

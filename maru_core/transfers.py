@@ -118,18 +118,19 @@ class Transfers:
         recalled = self.recent.recall(life.epoch, component, shard, hashes)
         where = recalled if recalled is not None else self.locate(life, component, shard, hashes)
         loaded = self._read(life, where, buffers)
-        if recalled is not None and not loaded.all():
+        count = int(np.count_nonzero(loaded))
+        if recalled is not None and count < len(loaded):
             # What was remembered has changed since: ask once for those pages.
             again = np.flatnonzero(~loaded)
             wanted = b"".join(hash_at(hashes, int(i)) for i in again)
             where = self.locate(life, component, shard, wanted)
             loaded[again] = self._read(life, where, buffers.select(again))
             missing = self._missing(life, where, buffers.nbytes, loaded[again])
-        elif recalled is not None:
-            missing = {}
-        else:
+            count = int(np.count_nonzero(loaded))
+        elif count < len(loaded):
             missing = self._missing(life, where, buffers.nbytes, loaded)
-        count = int(np.count_nonzero(loaded))
+        else:
+            missing = {}
         self._count(loaded_pages=count, loaded_bytes=count * buffers.nbytes, **missing)
         if count == len(loaded):
             self._session.touch(life.namespace, hashes, epoch=life.epoch)
@@ -142,22 +143,15 @@ class Transfers:
     def _read(self, life: StoreLife, where: Locations, buffers: Buffers) -> BoolArray:
         """Copy, then validate. The order is the whole point: a generation that still holds after the copy proves that the
         slot belonged to the object all the while."""
+        if where.all_of(buffers.nbytes) and (reach := life.pools.one(where.slots)) is not None:
+            return self._read_from(reach, where, buffers)
         wanted: BoolArray = (where.slots != NO_SLOT) & (where.lengths == buffers.nbytes)
-        count = np.count_nonzero(wanted)
-        if not count:
+        index = np.flatnonzero(wanted)
+        if not len(index):
             return wanted
-        if count == len(wanted):
-            chosen, target = where, buffers
-        else:
-            index = np.flatnonzero(wanted)
-            chosen = where[index]
-            target = buffers.select(index)
-        reach = life.pools.one(chosen.slots)
-        if reach is not None:
-            good = self._read_from(reach, chosen, target)
-            if count == len(wanted):
-                return good
-            wanted[wanted] = good
+        chosen, target = where[index], buffers.select(index)
+        if (reach := life.pools.one(chosen.slots)) is not None:
+            wanted[wanted] = self._read_from(reach, chosen, target)
             return wanted
         # Answers to several questions may be of several pools. One that is not reached is a contradiction, and a miss.
         good = np.zeros(len(chosen.slots), bool)
@@ -203,7 +197,7 @@ class Transfers:
 
     @staticmethod
     def _complete(where: Locations, nbytes: int) -> bool:
-        return bool(((where.slots != NO_SLOT) & (where.lengths == nbytes)).all())
+        return where.all_of(nbytes) or bool(((where.slots != NO_SLOT) & (where.lengths == nbytes)).all())
 
     def finish(self, life: StoreLife, where: Locations, hashes: bytes, nbytes: int, *, landed: bool) -> bool:
         """What :meth:`read` located was copied (``landed``), or the copy failed: whether every byte of it counts."""
@@ -255,23 +249,27 @@ class Transfers:
         parent: bytes,
         hashes: bytes,
         buffers: Buffers,
+        stored: BoolArray,
     ) -> BoolArray:
-        """Store one object per hash, at most a batch; waits a little for pages that another session writes, and for room."""
+        """Store one object per hash, at most a batch, and set ``stored`` for each as it is acknowledged; returns that. Waits a little for
+        pages that another session writes, and for room."""
         count = len(hashes) // HASH_BYTES
-        stored = np.zeros(count, bool)
         # The tenant's own pages could not make room, and will not soon: not tried again.
-        over_quota = np.zeros(count, bool)
+        over_quota: BoolArray | None = None
         first, last = 0, count  # the span still to be stored
         deadline = time.monotonic() + LATER_S
         pause = 0.002
         while True:
             before = parent if first == 0 else hash_at(hashes, first - 1)
             chunk = hashes[first * HASH_BYTES : last * HASH_BYTES]
-            part = buffers if last - first == count else buffers.select(slice(first, last))
-            answer = self._put_once(life, component, shard, world, before, chunk, part, stored[first:last])
-            if answer == bytes(last - first):
+            whole = last - first == count
+            part, some = (buffers, stored) if whole else (buffers.select(slice(first, last)), stored[first:last])
+            answer = self._put_once(life, component, shard, world, before, chunk, part, some)
+            if not any(answer):
                 break  # all were given a slot
             status = np.frombuffer(answer, np.uint8)
+            if over_quota is None:
+                over_quota = np.zeros(count, bool)
             over_quota[first:last] = status == ReserveStatus.QUOTA
             later = np.flatnonzero((status == ReserveStatus.BUSY) | (status == ReserveStatus.NO_ROOM))
             if not len(later):
@@ -286,7 +284,7 @@ class Transfers:
             time.sleep(pause)
             pause = min(pause * 2, 0.05)
             first, last = first + int(later[0]), first + int(later[-1]) + 1
-        if over_quota.any():
+        if over_quota is not None and over_quota.any():
             self._count(refused_quota=int(over_quota.sum()))
         return stored
 
@@ -313,7 +311,7 @@ class Transfers:
         mine: slice | npt.NDArray[np.intp] = slice(None)
         slots, offsets = np.frombuffer(reserved.slots, "<u4"), np.frombuffer(reserved.offsets, "<u8")
         packed, part = (reserved.slots, reserved.generations), buffers
-        if reserved.status != bytes(count):
+        if any(reserved.status):
             status = np.frombuffer(reserved.status, np.uint8)
             exists = status == ReserveStatus.EXISTS
             fresh = ~stored & exists
@@ -347,7 +345,10 @@ class Transfers:
             raise
         done = self._commit(life, packed, sums)
         good = done.count(CommitStatus.COMMITTED)
-        stored[mine] = True if good == count else np.frombuffer(done, np.uint8) == CommitStatus.COMMITTED
+        if good == len(stored):
+            stored.fill(True)
+        else:
+            stored[mine] = True if good == count else np.frombuffer(done, np.uint8) == CommitStatus.COMMITTED
         self._count(stored_pages=good, stored_bytes=good * buffers.nbytes, refused_lost=count - good)
         return reserved.status
 

@@ -104,7 +104,7 @@ class EngineMessages:
     def _match(self, message: Match, session: Session, time: float, now: float) -> Reply:
         count = count_hashes(message.hashes)
         tree = self._tree(message.namespace, session)
-        check_match(message, self._geometry.component_capacity)
+        check_match(message, self._geometry.component_capacity, self._components)
         components = [self._components.get(name) for name in message.components]
         if message.hold is not None and count:
             return self._held_match(message, message.hold, session, tree, components, count, time)
@@ -184,19 +184,21 @@ class EngineMessages:
     def _reserve(self, message: Reserve, session: Session, time: float, now: float) -> Reply:
         count_hashes(message.hashes)
         tree = self._tree(message.namespace, session)
-        check_reserve(message, self._geometry.extent_bytes)
+        check_reserve(message, self._geometry.extent_bytes, self._components)
         component = self._components.get(message.component)
         table = None if component is None else tree.tables.get(component)
         pages = self._pages
         deadline, now_ns = time + self._config.reservation_s, self._wall_ns(now)
         where = (message.shard, message.world, message.parent, message.hashes)
-        self._live_extents(time)
         if component is not None and table is not None and message.shard in table.slots:
+            if pages.tenants.quotas:
+                self._live_extents(time)  # a quota is a share of them
             granted = pages.new_chains.reserve(
                 session, tree, component, *where, message.nbytes, time=time, deadline=deadline, now_ns=now_ns
             )
             if granted is not None:
                 return Reserved(message.rid, self._incarnation, *granted)
+        self._live_extents(time)
         keys = split(message.hashes)
         check_chain(message, keys)
         if table is None or message.shard not in table.slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -87,7 +87,8 @@ def check_hello(message: Hello) -> None:
             raise _invalid(f"{field} is longer than {_NAME_MAX} characters: shorten it")
 
 
-def check_match(message: Match, most_components: int) -> None:
+def check_match(message: Match, most_components: int, known: Container[str] = ()) -> None:
+    """``known`` are components that there are: their names have been looked at."""
     if not 0 <= message.shard < MAX_WORLD:
         raise _invalid(f"shard is {message.shard}: give 0 to {MAX_WORLD - 1}")
     if not 0 < len(message.components) <= most_components:
@@ -95,7 +96,8 @@ def check_match(message: Match, most_components: int) -> None:
     if (located := len(message.hashes) // HASH_BYTES * len(message.components)) > MAX_LOCATED:
         raise _invalid(f"{located} objects (pages times components) in one match: ask for at most {MAX_LOCATED}")
     for name in message.components:
-        check_component(name)
+        if name not in known:
+            check_component(name)
     if message.rules:
         _check_rules(message)
     if message.hold is not None:
@@ -130,8 +132,8 @@ def check_request(request: bytes) -> None:
         raise _invalid(f"the request id of a hold has {len(request)} bytes: give 1 to {_REQUEST_MAX}")
 
 
-def check_reserve(message: Reserve, extent_bytes: int) -> None:
-    """All but its chain, for which see :func:`check_chain`."""
+def check_reserve(message: Reserve, extent_bytes: int, known: Container[str] = ()) -> None:
+    """All but its chain, for which see :func:`check_chain`. ``known`` as of :func:`check_match`."""
     world, shard, nbytes = message.world, message.shard, message.nbytes
     if not 1 <= world <= MAX_WORLD:
         raise _invalid(f"world is {world}: give 1 to {MAX_WORLD}")
@@ -147,7 +149,8 @@ def check_reserve(message: Reserve, extent_bytes: int) -> None:
             f"an object of {nbytes} bytes does not fit into an extent of {extent_bytes}: "
             "format the pool with a larger extent",
         )
-    check_component(message.component)
+    if message.component not in known:
+        check_component(message.component)
 
 
 def check_chain(message: Reserve, keys: list[bytes]) -> None:

@@ -115,6 +115,8 @@ class Service:
         self._bound: Bound | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
+        # The library's own wrapper of it looks for options that are not used here.
+        self._send: Callable[[bytes, int], object] = super(zmq.Socket, self._router).send
         # A message to ourselves ends the loop's wait.
         self._alarm = self._context.socket(zmq.DEALER)
         self._alarm_lock = threading.RLock()  # re-entrant: a signal handler may stop() the thread that is closing
@@ -194,7 +196,8 @@ class Service:
             try:
                 # One blocking receive: half the system calls of a poll with a receive after it.
                 if trust is None:
-                    frames = [receive()]
+                    # Who sent it comes first, and never alone.
+                    frames = [receive(), receive()]
                     while option(_RCVMORE):
                         frames.append(receive())
                 else:
@@ -325,8 +328,8 @@ class Service:
                             reply = self._fault(message)
             if reply is not None:
                 data = protocol.encode(reply)
-                self._router.send(frames[0], _MORE)
-                self._router.send(data, _DONTWAIT)
+                self._send(frames[0], _MORE)
+                self._send(data, _DONTWAIT)
                 self._state.finish()
             self._meter.note(kind, reply, len(frames[-1]), len(data), now)
         except zmq.ZMQError as error:

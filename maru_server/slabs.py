@@ -110,6 +110,15 @@ class Slabs:
 
     def allocate(self, slot_bytes: int, count: int) -> npt.NDArray[np.uint32]:
         """Up to ``count`` free slots, ascending within an extent. They stay FREE on the media until reserved."""
+        size = self._sizes.get(slot_bytes)
+        if size is not None and size.partial and count > 0:
+            number = next(iter(size.partial))
+            cut = self._extents[number]
+            if cut.free > count:  # one slice of one stack, as nearly always
+                cut.free -= count
+                size.free -= count
+                size.used += count
+                return cut.stack[cut.free : cut.free + count][::-1].copy()
         parts = []
         while count > 0:
             size = self._sizes.get(slot_bytes)

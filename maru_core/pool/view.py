@@ -52,7 +52,9 @@ class PoolView:
         if not self._native:
             return self._compare(slots, generations)
         valid = np.empty(slots.shape, np.bool_)
-        _native.compare(self._generations, np.ascontiguousarray(slots), np.ascontiguousarray(generations), valid)
+        if not (slots.flags.c_contiguous and generations.flags.c_contiguous):
+            slots, generations = np.ascontiguousarray(slots), np.ascontiguousarray(generations)
+        _native.compare(self._generations, slots, generations, valid)
         return valid
 
     def _drop(self, slots: npt.NDArray[np.uint32]) -> None:
