@@ -39,9 +39,10 @@ log = logging.getLogger("maru.vllm")
 FENCE_S: Final = 0.05
 #: How long a step in which nothing is computed waits for a load, seconds, instead of being repeated at once.
 IDLE_WAIT_S: Final = 0.002
-#: How long a load waits for a server that is away, seconds. The scheduler has found its pages, in a process of its own: most likely the
+#: How long a load waits for a server that is away, seconds, all its groups together. The scheduler has found its pages, in a process of its own: most likely the
 #: server is there again, and this process has not noticed yet. vLLM's default fails a request whose load fails.
 SERVER_WAIT_S: Final = 3.0
+_LOOK_S: Final = 0.02
 #: Requests whose loads are copied at once. (One large batch is copied by several threads already.)
 LOAD_THREADS: Final = 2
 #: Stores that may wait their turn; more are dropped.
@@ -57,6 +58,22 @@ class Done:
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
+
+
+class Patience:
+    """What a load has left of the time that it waits for a server."""
+
+    def __init__(self) -> None:
+        self._left_s = SERVER_WAIT_S
+
+    def wait(self) -> bool:
+        """Wait a moment; False where none is left."""
+        if self._left_s <= 0:
+            return False
+        began = time.monotonic()
+        time.sleep(_LOOK_S)
+        self._left_s -= time.monotonic() - began
+        return True
 
 
 class WorkerSide:
@@ -201,8 +218,9 @@ class WorkerSide:
                 bad = _all_blocks(transfer)
             else:
                 free()
+                patience = Patience()
                 for run in transfer.runs:
-                    bad |= self._get(run)
+                    bad |= self._get(run, patience)
         except Exception:
             log.exception("the pages of request %s were not loaded by a fault of Maru", transfer.request_id)
             bad = _all_blocks(transfer)
@@ -218,13 +236,13 @@ class WorkerSide:
                 self._done.bad_blocks |= bad
             self._ended.notify_all()
 
-    def _get(self, run: PageRun) -> set[int]:
+    def _get(self, run: PageRun, patience: Patience) -> set[int]:
         """Load a run; the blocks that do not hold what they should."""
         component, shard = self._components[run.group], self._placement.shard
         buffers = self._layouts[run.group].buffers(run.blocks)
         epoch = self._store.epoch
         loaded = self._store.get(component, shard, run.hashes, buffers)
-        if not loaded.all() and self._found_again(epoch):
+        if not loaded.all() and self._found_again(epoch, patience):
             loaded = self._store.get(component, shard, run.hashes, buffers)
         if len(loaded) != len(run.blocks):
             return set(run.blocks)
@@ -233,14 +251,12 @@ class WorkerSide:
             self._remove_damaged(component, run.hashes, bad)
         return {run.blocks[index] for index in bad}
 
-    def _found_again(self, epoch: int) -> bool:
+    def _found_again(self, epoch: int, patience: Patience) -> bool:
         """Whether the server is there, and was away or began another life since ``epoch``: then it is worth asking again."""
         was_away = not self._store.connected
-        deadline = time.monotonic() + SERVER_WAIT_S
         while not self._store.connected:
-            if time.monotonic() >= deadline:
+            if not patience.wait():
                 return False
-            time.sleep(0.02)
         return was_away or self._store.epoch != epoch
 
     def _remove_damaged(self, component: str, hashes: bytes, bad: npt.NDArray[np.intp]) -> None:

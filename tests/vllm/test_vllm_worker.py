@@ -117,6 +117,33 @@ class Gate:
         store.put = gated  # type: ignore[method-assign]
 
 
+def test_a_load_of_several_parts_waits_once_for_a_server_that_stays_away(
+    make: Make, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups share what it may wait: a request is not held up by as many times that."""
+    from maru_vllm import worker
+    from maru_vllm.metadata import PageRun, Transfer
+
+    side = make()
+    monkeypatch.setattr(worker, "SERVER_WAIT_S", 0.2)
+    wait, waited = worker.Patience.wait, []
+
+    def counted(patience: Any) -> bool:
+        waited.append(wait(patience))
+        return waited[-1]
+
+    monkeypatch.setattr(worker.Patience, "wait", counted)
+    parts = [PageRun(0, ROOT, hashes(2, start), [start, start + 1]) for start in (0, 2, 4)]
+    with impatient(side.store._session):
+        server.kill()
+        side.run(loads=[Transfer("q", parts, False)])
+        done = side.received("q")
+    assert done.failed == {"q"}
+    assert done.bad_blocks == set(range(6))
+    assert waited.count(False) == 3, "each part has asked"
+    assert 1 <= waited.count(True) <= 0.2 / worker._LOOK_S
+
+
 def test_one_stores_and_another_loads_into_other_blocks(make: Make) -> None:
     one, two = make(), make()
     pages = hashes(3)
