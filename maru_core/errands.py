@@ -26,6 +26,8 @@ from maru_core.protocol import (
     Reserve,
     Reserved,
     ReserveStatus,
+    Store,
+    Stored,
     Touch,
     Welcome,
 )
@@ -67,9 +69,13 @@ class Errands:
         self._touches.append((epoch, namespace, hashes))
         return first
 
+    def give_back(self, life: Life, slots: bytes, generations: bytes) -> None:
+        """Have slots returned that are not written any more."""
+        self._unsettled.append((life, Release(0, life.session, slots, generations)))
+
     def unanswered(self, life: Life, request: Request, socket: Socket) -> None:
         """Take over a request that found no answer, and the socket where one may still come."""
-        if type(request) is Reserve and len(self._late) < UNSETTLED_MAX:
+        if isinstance(request, Reserve | Store) and len(self._late) < UNSETTLED_MAX:
             self._late.append((life, socket))
             if self._dropped:
                 # Whoever comes after drop() emptied the list empties it again.
@@ -136,11 +142,15 @@ class Errands:
                     continue
                 except zmq.ZMQError:
                     reply = None
-                if type(reply) is Reserved and reply.incarnation == life.incarnation:
+                if isinstance(reply, Reserved | Stored) and reply.incarnation == life.incarnation:
                     self._give_back(life, reply)
             self._sockets.discard(socket)
 
-    def _give_back(self, life: Life, reply: Reserved) -> None:
+    def _give_back(self, life: Life, reply: Reserved | Stored) -> None:
+        if reply.spare_slots:
+            self._unsettled.append((life, Release(0, life.session, reply.spare_slots, reply.spare_generations)))
+        if isinstance(reply, Stored):
+            return
         mine = [i for i, status in enumerate(reply.status) if status == ReserveStatus.RESERVED]
         if mine:
             slots = b"".join(reply.slots[4 * i : 4 * i + 4] for i in mine)

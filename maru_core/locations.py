@@ -119,7 +119,10 @@ class Locations(msgspec.Struct, frozen=True):
     def all_of(self, nbytes: int) -> bool:
         """Whether every page is present with exactly so many bytes. Nearly always so, and seen without numpy, which is slow to wake up;
         False is only a doubt: look at each."""
-        return self.lengths.tobytes() == nbytes.to_bytes(8, "little") * len(self.lengths) and _ABSENT not in self.slots.tobytes()
+        return (
+            self.lengths.tobytes() == nbytes.to_bytes(8, "little") * len(self.lengths)
+            and _ABSENT not in self.slots.tobytes()
+        )
 
     def __getitem__(self, chosen: slice | npt.NDArray[np.intp]) -> Locations:
         return Locations(

@@ -34,6 +34,8 @@ HASH_BYTES: Final = 32
 ROOT: Final = bytes(HASH_BYTES)
 #: Most pages in one message; a client splits larger batches.
 MAX_BATCH: Final = 4096
+#: Most slots that one message is granted ahead, and most pages that one :class:`Store` publishes.
+SPARES_MAX: Final = 64
 #: Largest message that travels, bytes: a longer one closes the connection on which it comes.
 MAX_MESSAGE_BYTES: Final = 4 << 20
 #: Largest request that a server reads: the longest that a client has reason to send is a quarter of it.
@@ -96,6 +98,12 @@ class ReserveStatus(enum.IntEnum):
     NO_ROOM = 3  # no slot, and eviction could not help now
     CONFLICT = 4  # the page is known with another parent, length or world: refused
     QUOTA = 5  # the tenant has as much of the pool as it may have, and its own pages could not make room
+
+
+class StoreStatus(enum.IntEnum):
+    STORED = 0  # anyone can find all of the pages now
+    KNOWN = 1  # nothing was changed, since not all pages are new, or what they continue is not known: reserve them; the spares stand
+    GONE = 2  # nothing was changed, since the spares are not, or no longer, this session's to use for that: reserve, and give them back
 
 
 class CommitStatus(enum.IntEnum):
@@ -214,6 +222,28 @@ class Reserve(_Message, frozen=True):
     parent: bytes
     hashes: bytes
     nbytes: int
+    #: Random hashes: a slot of the same kind is wanted ahead for each, for a :class:`Store` that may come. All are granted or none.
+    spares: bytes = b""
+
+
+class Store(_Message, frozen=True):
+    """Publish slots that were granted ahead, and that have been written, as pages of a chain: all of them, or none, in one message.
+    Fields as of :class:`Reserve` and :class:`Commit`; ``slots`` are a run of what one message was granted, and were granted for the same
+    component, shard, world and length."""
+
+    rid: int
+    session: int
+    namespace: int
+    component: str
+    shard: int
+    world: int
+    parent: bytes
+    hashes: bytes
+    nbytes: int
+    slots: bytes
+    generations: bytes
+    checksums: bytes = b""
+    spares: bytes = b""
 
 
 class Commit(_Message, frozen=True):
@@ -381,6 +411,7 @@ Request = (
     | Match
     | Unhold
     | Reserve
+    | Store
     | Commit
     | Release
     | Touch
@@ -462,6 +493,21 @@ class Reserved(_Message, frozen=True):
     slots: bytes
     offsets: bytes
     generations: bytes
+    # Of spares that were granted; empty where none were.
+    spare_slots: bytes = b""
+    spare_offsets: bytes = b""
+    spare_generations: bytes = b""
+
+
+class Stored(_Message, frozen=True):
+    """``status`` is a :class:`StoreStatus`; spares as of :class:`Reserved`."""
+
+    rid: int
+    incarnation: int
+    status: int
+    spare_slots: bytes = b""
+    spare_offsets: bytes = b""
+    spare_generations: bytes = b""
 
 
 class Committed(_Message, frozen=True):
@@ -522,6 +568,7 @@ Reply = (
     | NamespaceOpened
     | Located
     | Reserved
+    | Stored
     | Committed
     | Done
     | StatsReply

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from maru_core.conversation import Conversation
 from maru_core.locations import answers, in_one_pool
@@ -53,6 +53,9 @@ from maru_core.protocol import (
     ReserveStatus,
     Stats,
     StatsReply,
+    Store,
+    Stored,
+    StoreStatus,
     Unhold,
     Unpin,
     Validate,
@@ -60,6 +63,18 @@ from maru_core.protocol import (
     Want,
     Way,
 )
+
+_STORE_STATUS: Final = frozenset(int(status) for status in StoreStatus)
+
+
+def _spares_fit(reply: Reserved | Stored, wanted: bytes) -> bool:
+    """Whether the spares of an answer are none, or those that were wanted."""
+    count = len(reply.spare_slots) // 4
+    return (
+        len(reply.spare_slots) == 4 * count
+        and len(reply.spare_offsets) == len(reply.spare_generations) == 8 * count
+        and (not count or count * HASH_BYTES == len(wanted))
+    )
 
 
 class Session(Conversation):
@@ -116,12 +131,13 @@ class Session(Conversation):
         hashes: bytes,
         nbytes: int,
         *,
+        spares: bytes = b"",
         epoch: int | None = None,
     ) -> Reserved:
-        """Reserve a slot for each hash; see :class:`maru_core.protocol.Reserve`."""
+        """Reserve a slot for each hash, and perhaps some ahead; see :class:`maru_core.protocol.Reserve`."""
         life = self._current(epoch)
         rid = next(self._rids)
-        request = Reserve(rid, life.session, namespace, component, shard, world, parent, hashes, nbytes)
+        request = Reserve(rid, life.session, namespace, component, shard, world, parent, hashes, nbytes, spares)
         reply = self._ask(life, rid, request, Reserved)
         count = len(hashes) // HASH_BYTES
         if (
@@ -129,12 +145,82 @@ class Session(Conversation):
             or len(reply.slots) != 4 * count
             or not len(reply.offsets) == len(reply.generations) == 8 * count
             or not in_one_pool(reply.slots, len(life.welcome.pools))
+            or not _spares_fit(reply, spares)
         ):
             raise self._contradiction("reserve")
         self._hold(life, reply.status.count(ReserveStatus.RESERVED))
         if self._closed:
             # The Goodbye may be on its way already, and the slots with it: they must not be written.
             raise self._closed_error()
+        return reply
+
+    def begin_writing(self, count: int, *, epoch: int) -> None:
+        """So many slots that were granted ahead are about to be written: the session's end does not give them back meanwhile. Ends with
+        :meth:`store` or :meth:`end_writing`.
+
+        Raises:
+            MaruError: they must not be written: the life is over, or the session is closed or about to be.
+        """
+        life = self._current(epoch)
+        self._hold(life, count)
+        if self._closed:
+            self._hold(life, -count)
+            raise self._closed_error()
+
+    def end_writing(self, count: int, *, epoch: int) -> None:
+        """What :meth:`begin_writing` said is over, without a :meth:`store`."""
+        life = self._life
+        if life is not None and life.epoch == epoch:
+            self._hold(life, -count)
+
+    def give_back(self, slots: bytes, generations: bytes, *, epoch: int) -> None:
+        """Have slots that nobody writes to any more returned by the keeper: never blocks, never raises. Of slots that were published
+        nothing comes."""
+        life = self._life
+        if life is not None and life.epoch == epoch and not self._closed and self._pid == os.getpid():
+            self._errands.give_back(life, slots, generations)
+            self._wake.set()
+
+    def store(
+        self,
+        namespace: int,
+        component: str,
+        shard: int,
+        world: int,
+        parent: bytes,
+        hashes: bytes,
+        nbytes: int,
+        slots: bytes,
+        generations: bytes,
+        checksums: bytes = b"",
+        *,
+        spares: bytes = b"",
+        epoch: int,
+    ) -> Stored:
+        """Publish slots that were granted ahead and have been written; see :class:`maru_core.protocol.Store`. Not to be repeated with the
+        same slots, whatever comes of it, unless the answer says that they stand."""
+        # Whatever comes of it, the caller has ended writing.
+        self.end_writing(len(slots) // 4, epoch=epoch)
+        life = self._current(epoch)
+        rid = next(self._rids)
+        request = Store(
+            rid,
+            life.session,
+            namespace,
+            component,
+            shard,
+            world,
+            parent,
+            hashes,
+            nbytes,
+            slots,
+            generations,
+            checksums,
+            spares,
+        )
+        reply = self._ask(life, rid, request, Stored)
+        if reply.status not in _STORE_STATUS or not _spares_fit(reply, spares):
+            raise self._contradiction("store")
         return reply
 
     def commit(

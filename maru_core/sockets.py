@@ -26,9 +26,6 @@ Socket = zmq.Socket[bytes]
 _DONTWAIT: Final = int(zmq.DONTWAIT)
 _POLLIN: Final = int(zmq.POLLIN)
 
-#: The library's own wrapper of it looks for options that are not used here.
-_send: Final = zmq.backend.Socket.send
-
 #: Sockets kept for later calls; more than this many calls at once open and close theirs.
 IDLE_MAX: Final = 64
 #: Pause between two attempts of the library to connect, milliseconds.
@@ -224,7 +221,7 @@ def exchange(
     """
     garbage = 0
     try:
-        _send(socket, data, _DONTWAIT)
+        socket.send(data, _DONTWAIT)
         while (left := deadline - time.monotonic()) > 0:
             wait_ms = int(left * 1000) + 1
             if given_up is not None:

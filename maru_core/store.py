@@ -530,6 +530,8 @@ class Store:
 
     def _look_after(self) -> None:
         self._revive()
+        if (life := self._life) is not None:
+            self._transfers.return_spares(life)
         try:
             self._reach_again()
         except MaruError as error:

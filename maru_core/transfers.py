@@ -20,10 +20,23 @@ from maru_core.errors import MaruError, PoolError, ServerUnavailableError
 from maru_core.finding import Finding, Found, part, pieces
 from maru_core.locations import Locations, RecentMatches
 from maru_core.mover import Buffers, slot_checksums
-from maru_core.protocol import HASH_BYTES, MAX_BATCH, NO_SLOT, CommitStatus, Hold, Located, ReserveStatus, Want
+from maru_core.protocol import (
+    HASH_BYTES,
+    MAX_BATCH,
+    NO_SLOT,
+    CommitStatus,
+    Hold,
+    Located,
+    Reserved,
+    ReserveStatus,
+    Stored,
+    StoreStatus,
+    Want,
+)
 from maru_core.rdma import TransferError
 from maru_core.reach import Reach, Reached
 from maru_core.session import Session
+from maru_core.spares import BYTES_MAX, PAGES_MAX, Kind, Spare, Spares
 
 log = logging.getLogger("maru.store")
 
@@ -48,6 +61,11 @@ class StoreLife(msgspec.Struct, frozen=True):
         """The first pool's that is reached: all that there is where the server has one."""
         return self.pools.first
 
+    @property
+    def only_mapped(self) -> bool:
+        """The server has one pool, and this process maps it."""
+        return len(self.pools.pools) == 1 and self.pools.first.memory is not None
+
 
 class Transfers:
     """Args:
@@ -71,6 +89,7 @@ class Transfers:
         self._checksums = checksums
         #: Where what was found last lies.
         self.recent = RecentMatches()
+        self._spares = Spares()
 
     # ------------------------------------------------------------ find
 
@@ -254,6 +273,12 @@ class Transfers:
         """Store one object per hash, at most a batch, and set ``stored`` for each as it is acknowledged; returns that. Waits a little for
         pages that another session writes, and for room."""
         count = len(hashes) // HASH_BYTES
+        kind: Kind | None = None
+        if count <= PAGES_MAX and count * buffers.nbytes <= BYTES_MAX and life.only_mapped:
+            kind = Kind(life.epoch, life.namespace, component, shard, world, buffers.nbytes)
+            if self._put_ahead(life, kind, parent, hashes, buffers):
+                stored.fill(True)
+                return stored
         # The tenant's own pages could not make room, and will not soon: not tried again.
         over_quota: BoolArray | None = None
         first, last = 0, count  # the span still to be stored
@@ -264,7 +289,8 @@ class Transfers:
             chunk = hashes[first * HASH_BYTES : last * HASH_BYTES]
             whole = last - first == count
             part, some = (buffers, stored) if whole else (buffers.select(slice(first, last)), stored[first:last])
-            answer = self._put_once(life, component, shard, world, before, chunk, part, some)
+            answer = self._put_once(life, component, shard, world, before, chunk, part, some, kind)
+            kind = None
             if not any(answer):
                 break  # all were given a slot
             status = np.frombuffer(answer, np.uint8)
@@ -298,16 +324,21 @@ class Transfers:
         hashes: bytes,
         buffers: Buffers,
         stored: BoolArray,
+        kind: Kind | None,
     ) -> bytes:
-        """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status, one byte for each page.
+        """One reserve, copy, commit. Sets ``stored`` and returns the reserve's status, one byte for each page. With ``kind`` slots are
+        asked for ahead.
 
         Where all pages are new, as most are, nothing here is done for each of them: numpy's first steps after a pause cost as much as
         a message."""
         asked = time.monotonic()
-        reserved = self._session.reserve(
-            life.namespace, component, shard, world, parent, hashes, buffers.nbytes, epoch=life.epoch
-        )
         count = len(stored)
+        names = b"" if kind is None else self._spares.names(kind, count)
+        reserved = self._session.reserve(
+            life.namespace, component, shard, world, parent, hashes, buffers.nbytes, spares=names, epoch=life.epoch
+        )
+        if kind is not None:
+            self._keep(kind, asked, reserved)
         mine: slice | npt.NDArray[np.intp] = slice(None)
         slots, offsets = np.frombuffer(reserved.slots, "<u4"), np.frombuffer(reserved.offsets, "<u8")
         packed, part = (reserved.slots, reserved.generations), buffers
@@ -351,6 +382,63 @@ class Transfers:
             stored[mine] = True if good == count else np.frombuffer(done, np.uint8) == CommitStatus.COMMITTED
         self._count(stored_pages=good, stored_bytes=good * buffers.nbytes, refused_lost=count - good)
         return reserved.status
+
+    def _put_ahead(self, life: StoreLife, kind: Kind, parent: bytes, hashes: bytes, buffers: Buffers) -> bool:
+        """Copy into slots that are there ahead, and store, in one message. False where nothing was stored and a reserve may help."""
+        count = len(hashes) // HASH_BYTES
+        # What was asked for long ago may already be someone else's, or be about to: it is not written to.
+        spare = self._spares.take(kind, count, time.monotonic() - life.lease_s / 2)
+        if spare is None:
+            return False
+        slots, offsets = np.frombuffer(spare.slots, "<u4"), np.frombuffer(spare.offsets, "<u8")
+        reach, epoch = life.reach, life.epoch
+        try:
+            self._session.begin_writing(count, epoch=epoch)
+            try:
+                self._populate(reach, slots)
+                reach.mover.store(offsets, buffers)
+                sums = reach.mover.checksums(offsets, buffers).tobytes() if self._checksums else b""
+            except BaseException:
+                self._session.end_writing(count, epoch=epoch)
+                raise
+            names, asked = self._spares.names(kind, count), time.monotonic()
+            reply = self._session.store(
+                kind.namespace,
+                kind.component,
+                kind.shard,
+                kind.world,
+                parent,
+                hashes,
+                kind.nbytes,
+                spare.slots,
+                spare.generations,
+                sums,
+                spares=names,
+                epoch=epoch,
+            )
+        except BaseException:
+            # Stored or not: nobody knows, and nobody writes there any more.
+            self._session.give_back(spare.slots, spare.generations, epoch=epoch)
+            raise
+        if reply.status == StoreStatus.STORED:
+            self._keep(kind, asked, reply)
+            self._count(stored_pages=count, stored_bytes=count * buffers.nbytes)
+            return True
+        if reply.status == StoreStatus.KNOWN:
+            self._spares.pause(kind)
+            self._spares.add(spare)
+        else:
+            self._session.give_back(spare.slots, spare.generations, epoch=epoch)
+        return False
+
+    def _keep(self, kind: Kind, asked: float, reply: Reserved | Stored) -> None:
+        if reply.spare_slots:
+            self._spares.add(Spare(kind, asked, reply.spare_slots, reply.spare_offsets, reply.spare_generations))
+
+    def return_spares(self, life: StoreLife) -> None:
+        """Give back what has been waiting for a put for too long. To be called now and then."""
+        for spare in self._spares.stale(life.epoch, time.monotonic() - life.lease_s / 2):
+            self._session.give_back(spare.slots, spare.generations, epoch=life.epoch)
 
     def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes) -> bytes:
         """A :class:`CommitStatus` for each. An answer that is missing is no answer: the session repeats the commit later, but here it counts

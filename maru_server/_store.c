@@ -230,6 +230,93 @@ static uint64_t record_check(const uint64_t *body) {
     return check;
 }
 
+/* What is the same in all records of a batch; what each has by itself is zero. */
+static void common_words(uint64_t *body, unsigned namespace, unsigned component, unsigned shard, unsigned world, uint64_t length,
+                         long long now_ns, uint64_t owner) {
+    memset(body, 0, RECORD_WORDS * sizeof *body);
+    body[0] = RESERVED | (uint64_t)component << 32 | (uint64_t)shard << 48;
+    body[1] = (uint64_t)world | (uint64_t)namespace << 32;
+    body[LENGTH_WORD] = length;
+    body[LAST_USE_WORD] = (uint64_t)now_ns;
+    body[OWNER_WORD] = owner;
+}
+
+/* Records of reserved slots, of which nothing is believed but that they are taken. `chain` is the hash of the page before the first, and
+ * those of the pages: of a chain, or apart, each the first of one. */
+static void write_records(uint64_t *records, const uint64_t *offsets, const uint32_t *slots, size_t count, const char *granted,
+                          const char *chain, int apart, const uint64_t *common, uint64_t share) {
+    for (size_t i = 0; i < count; i++) {
+        uint64_t body[RECORD_WORDS], *record = records + (size_t)slots[i] * RECORD_WORDS;
+        memcpy(body, common, sizeof body);
+        memcpy(body + GENERATION_WORD, granted + 8 * i, 8);
+        memcpy(body + HASH_WORD, chain + (i + 1) * HASH_BYTES, HASH_BYTES);
+        memcpy(body + PARENT_WORD, chain + (apart ? 0 : i) * HASH_BYTES, HASH_BYTES);
+        body[CHECK_WORD] = record_check(body) + offsets[slots[i]] * place_key + share;
+        for (int word = 0; word < RECORD_WORDS; word++)
+            __atomic_store_n(record + word, body[word], __ATOMIC_RELEASE);
+    }
+}
+
+static PyObject *describe(PyObject *module, PyObject *args) {
+    PyObject *records_object, *offsets_object, *generations_object, *holders_object, *tree, *slots_object, *result = NULL;
+    PyObject *child_object, *objects_object, *pending_object, *rows_object;
+    Arrays arrays = {.opened = 0};
+    const char *granted, *chain;
+    Py_ssize_t granted_bytes, chain_bytes;
+    long long now_ns;
+    unsigned long long owner, share, length;
+    unsigned namespace, component, shard, world, holder;
+    size_t record_count, offset_count, generation_count, holder_count, child_count, objects_count, pending_count, row_count, count;
+    uint64_t *records, *offsets, *generations, common[RECORD_WORDS];
+    const uint32_t *slots, *holders, *objects, *pending;
+    const int32_t *children;
+    const int64_t *rows;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOO!OIy#y#LIIIIKKK", &records_object, &offsets_object, &generations_object, &holders_object,
+                          &PyTuple_Type, &tree, &slots_object, &holder, &granted, &granted_bytes, &chain, &chain_bytes, &now_ns, &namespace, &component, &shard, &world,
+                          &length, &owner, &share))
+        return NULL;
+    if ((records = open_array(&arrays, records_object, 8 * RECORD_WORDS, 1, &record_count, "records")) == NULL ||
+        (offsets = open_array(&arrays, offsets_object, 8, 0, &offset_count, "offsets")) == NULL ||
+        (generations = open_array(&arrays, generations_object, 8, 0, &generation_count, "generations")) == NULL ||
+        (holders = open_array(&arrays, holders_object, 4, 0, &holder_count, "holders")) == NULL ||
+        !PyArg_ParseTuple(tree, "OOOO", &child_object, &objects_object, &pending_object, &rows_object) ||
+        (children = open_array(&arrays, child_object, 4, 0, &child_count, "child")) == NULL ||
+        (objects = open_array(&arrays, objects_object, 4, 0, &objects_count, "objects")) == NULL ||
+        (pending = open_array(&arrays, pending_object, 4, 0, &pending_count, "pending")) == NULL ||
+        (rows = open_array(&arrays, rows_object, 8, 0, &row_count, "rows")) == NULL ||
+        (slots = open_array(&arrays, slots_object, 4, 0, &count, "slots")) == NULL)
+        goto done;
+    if (!count || (size_t)granted_bytes != 8 * count || (size_t)chain_bytes != (count + 1) * HASH_BYTES || offset_count < record_count ||
+        generation_count < record_count || holder_count < record_count || row_count != count || component > UINT16_MAX || shard > UINT16_MAX ||
+        world > UINT16_MAX) {
+        PyErr_SetString(PyExc_ValueError, "describe: slots, generations and hashes do not go together, or a number is out of range");
+        goto done;
+    }
+    /* All of them still this reservation's, as they were granted; and nothing else hangs on their pages, which are to have other names. */
+    for (size_t i = 0; i < count; i++) {
+        uint64_t generation;
+        memcpy(&generation, granted + 8 * i, 8);
+        if (slots[i] >= record_count || holders[slots[i]] != holder || generations[slots[i]] != generation ||
+            get_state(records + (size_t)slots[i] * RECORD_WORDS) != RESERVED || rows[i] < 0 || (size_t)rows[i] >= child_count ||
+            (size_t)rows[i] >= objects_count || (size_t)rows[i] >= pending_count || children[rows[i]] >= 0 || objects[rows[i]] ||
+            pending[rows[i]] != 1) {
+            result = Py_NewRef(Py_False);
+            goto done;
+        }
+    }
+    common_words(common, namespace, component, shard, world, length, now_ns, owner);
+    write_records(records, offsets, slots, count, granted, chain, 0, common, share);
+    result = Py_NewRef(Py_True);
+done:
+    close_arrays(&arrays);
+    return result;
+}
+
+/* What is booked: a chain below a row; pages apart, each the first of a chain; or a chain of rows that had other names, apart, and are
+ * of the component already. */
+enum { CHAIN, APART, RENAMED };
+
 static PyObject *book(PyObject *module, PyObject *args) {
     PyObject *tree, *component, *records_object, *offsets_object, *rows_object, *slots_object, *result = NULL;
     PyObject *table, *keys, *columns[7], *component_columns[4];
@@ -242,13 +329,15 @@ static PyObject *book(PyObject *module, PyObject *args) {
     long long above, now_ns;
     unsigned long long owner, share, length;
     unsigned namespace, component_number, shard, world;
+    int mode;
+    uint64_t common[RECORD_WORDS];
     size_t sizes[11], record_count, offset_count, row_count, count;
     static const size_t items[7] = {4, 4, 4, 4, 8, 1, 4}, component_items[4] = {4, 2, 2, 8};
     static const char *const names[7] = {"parent", "child", "next", "previous", "last_use", "uses", "pending"};
     static const char *const component_names[4] = {"slots", "held", "world", "length"};
     void *at[7], *of[4];
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOOy#y#LLIIIIKKK", &PyTuple_Type, &tree, &PyTuple_Type, &component, &records_object,
+    if (!PyArg_ParseTuple(args, "iO!O!OOOOy#y#LLIIIIKKK", &mode, &PyTuple_Type, &tree, &PyTuple_Type, &component, &records_object,
                           &offsets_object, &rows_object, &slots_object, &granted, &granted_bytes, &chain, &chain_bytes, &above,
                           &now_ns, &namespace, &component_number, &shard, &world, &length, &owner, &share))
         return NULL;
@@ -287,8 +376,8 @@ static PyObject *book(PyObject *module, PyObject *args) {
         goto done;
     if ((slots = open_array(&arrays, slots_object, 4, 0, &count, "slots")) == NULL)
         goto done;
-    if (!count || row_count != count || (size_t)granted_bytes != 8 * count || (size_t)chain_bytes != (count + 1) * HASH_BYTES ||
-        above < -2 || above >= (long long)rows_max || namespace > UINT32_MAX || component_number > UINT16_MAX || shard > UINT16_MAX ||
+    if (mode < CHAIN || mode > RENAMED || !count || row_count != count || (size_t)granted_bytes != 8 * count || (size_t)chain_bytes != (count + 1) * HASH_BYTES ||
+        above < -2 || above >= (long long)rows_max || (mode == APART && above != ROOT_ROW) || namespace > UINT32_MAX || component_number > UINT16_MAX || shard > UINT16_MAX ||
         world > UINT16_MAX) {
         PyErr_SetString(PyExc_ValueError, "book: rows, slots, generations and hashes do not go together, or a number is out of range");
         goto done;
@@ -298,7 +387,7 @@ static PyObject *book(PyObject *module, PyObject *args) {
             PyErr_Format(PyExc_ValueError, "book: row %lld is outside the columns", (long long)rows[i]);
             goto done;
         }
-    if (!slots_are(records, record_count, slots, count, RESERVED))
+    if (mode != RENAMED && !slots_are(records, record_count, slots, count, RESERVED))
         goto done;
 
     /* The index: room for all was made before. */
@@ -322,11 +411,13 @@ static PyObject *book(PyObject *module, PyObject *args) {
     /* The tree, and what the component has. */
     for (size_t i = 0; i < count; i++) {
         const size_t row = (size_t)rows[i];
-        parents[row] = (int32_t)(i ? rows[i - 1] : above);
-        children[row] = i + 1 < count ? (int32_t)rows[i + 1] : -1;
+        parents[row] = (int32_t)(i && mode != APART ? rows[i - 1] : above);
+        children[row] = i + 1 < count && mode != APART ? (int32_t)rows[i + 1] : -1;
         next[row] = previous[row] = -1;
         last_use[row] = now_ns;
         uses[row] = 0;
+        if (mode == RENAMED)
+            continue;
         pending[row] += 1;
         held_slots[row] = slots[i] + 1;
         held[row] += 1;
@@ -340,21 +431,9 @@ static PyObject *book(PyObject *module, PyObject *args) {
             previous[first] = (int32_t)rows[0];
         children[above] = (int32_t)rows[0];
     }
-    /* The records: of a reserved slot nothing is believed but that it is taken. */
-    for (size_t i = 0; i < count; i++) {
-        uint64_t body[RECORD_WORDS] = {0}, *record = records + (size_t)slots[i] * RECORD_WORDS;
-        body[0] = RESERVED | (uint64_t)component_number << 32 | (uint64_t)shard << 48;
-        body[1] = (uint64_t)world | (uint64_t)namespace << 32;
-        body[LENGTH_WORD] = length;
-        memcpy(body + GENERATION_WORD, granted + 8 * i, 8);
-        memcpy(body + HASH_WORD, chain + (i + 1) * HASH_BYTES, HASH_BYTES);
-        memcpy(body + PARENT_WORD, chain + i * HASH_BYTES, HASH_BYTES);
-        body[LAST_USE_WORD] = (uint64_t)now_ns;
-        body[OWNER_WORD] = owner;
-        body[CHECK_WORD] = record_check(body) + offsets[slots[i]] * place_key + share;
-        for (int word = 0; word < RECORD_WORDS; word++)
-            __atomic_store_n(record + word, body[word], __ATOMIC_RELEASE);
-    }
+    common_words(common, namespace, component_number, shard, world, length, now_ns, owner);
+    if (mode != RENAMED)
+        write_records(records, offsets, slots, count, granted, chain, mode == APART, common, share);
     result = Py_NewRef(Py_None);
 done:
     close_arrays(&arrays);
@@ -491,10 +570,16 @@ static PyMethodDef methods[] = {
      "claim(generations, records, offsets, slots, floor) -> (offsets, generations)\n\n"
      "Take free slots: new generations above `floor` first, then states; where they lie and what they are, packed."},
     {"book", book, METH_VARARGS,
-     "book((table, keys, key, parent, child, next, previous, last_use, uses, pending), (slots, held, world, length), records, offsets,\n"
+     "book(mode, (table, keys, key, parent, child, next, previous, last_use, uses, pending), (slots, held, world, length), records, offsets,\n"
      "     rows, slots, generations, chain, above, now_ns, namespace, component, shard, world, nbytes, owner, share)\n\n"
-     "Make claimed slots the objects of unused rows: one chain below row `above`. `chain` is the parent's hash and those of the pages;\n"
-     "`share` is what the names of namespace and component add to the check of a record."},
+     "Make claimed slots the objects of unused rows: a chain below row `above` (mode 0), or apart, each the first page of a chain (1); or give\n"
+     "other names to rows that are in no index now and were apart, as a chain below `above` (2). `chain` is the parent's hash and those of\n"
+     "the pages; `share` is what the names of namespace and component add to the check of a record."},
+    {"describe", describe, METH_VARARGS,
+     "describe(records, offsets, generations, holders, (child, objects, pending, rows), slots, holder, granted, chain, now_ns, namespace, component, shard, world, nbytes,\n"
+     "         owner, share) -> bool\n\n"
+     "Write the records of a chain into reserved slots; False, with nothing written, where one of them is not the reservation's any more\n"
+     "(`holders` has the number of each slot's, `granted` the generations that it gave), or where its page has more than this object."},
     {"commit", commit, METH_VARARGS, "commit(records, changes, slots): publish reserved slots, without checksums."},
     {"publish", publish, METH_VARARGS,
      "publish(child, objects, pending, last_use, have, rows, now_ns) -> rows without children\n\n"

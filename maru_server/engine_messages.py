@@ -27,6 +27,9 @@ from maru_core.protocol import (
     Reply,
     Reserve,
     Reserved,
+    Store,
+    Stored,
+    StoreStatus,
     Touch,
     Unhold,
 )
@@ -34,6 +37,7 @@ from maru_server.books import Books
 from maru_server.events import Topic
 from maru_server.growth import Growth
 from maru_server.lookup import Location, Lookup, first_absent, reason, split
+from maru_server.new_chains import Objects
 from maru_server.requests import (
     Handler,
     RefusedError,
@@ -42,6 +46,7 @@ from maru_server.requests import (
     check_request,
     check_reserve,
     check_slots,
+    check_store,
     count_hashes,
     split_hashes,
 )
@@ -81,6 +86,7 @@ class EngineMessages:
             Match: self._match,
             Unhold: self._unhold,
             Reserve: self._reserve,
+            Store: self._store,
             Commit: self._commit,
             Release: self._release,
             Touch: self._touch,
@@ -187,17 +193,12 @@ class EngineMessages:
         check_reserve(message, self._geometry.extent_bytes, self._components)
         component = self._components.get(message.component)
         table = None if component is None else tree.tables.get(component)
-        pages = self._pages
-        deadline, now_ns = time + self._config.reservation_s, self._wall_ns(now)
-        where = (message.shard, message.world, message.parent, message.hashes)
+        pages, now_ns = self._pages, self._wall_ns(now)
         if component is not None and table is not None and message.shard in table.slots:
-            if pages.tenants.quotas:
-                self._live_extents(time)  # a quota is a share of them
-            granted = pages.new_chains.reserve(
-                session, tree, component, *where, message.nbytes, time=time, deadline=deadline, now_ns=now_ns
-            )
+            what = self._objects(message, session, tree, component, time, now_ns)
+            granted = pages.new_chains.reserve(what, message.parent, message.hashes, message.spares)
             if granted is not None:
-                return Reserved(message.rid, self._incarnation, *granted)
+                return Reserved(message.rid, self._incarnation, *granted[:4], *granted.spare)
         self._live_extents(time)
         keys = split(message.hashes)
         check_chain(message, keys)
@@ -206,9 +207,42 @@ class EngineMessages:
         if component is None:
             component = self._names.add_component(message.component, session.peer)
         grant = pages.reserve(
-            session, tree, component, *where, keys, message.nbytes, time=time, deadline=deadline, now_ns=now_ns
+            session,
+            tree,
+            component,
+            message.shard,
+            message.world,
+            message.parent,
+            message.hashes,
+            keys,
+            message.nbytes,
+            time=time,
+            deadline=time + self._config.reservation_s,
+            now_ns=now_ns,
         )
         return Reserved(message.rid, self._incarnation, *grant)
+
+    def _objects(
+        self, message: Reserve | Store, session: Session, tree: PrefixTree, component: int, time: float, now_ns: int
+    ) -> Objects:
+        if self._pages.tenants.quotas:
+            self._live_extents(time)  # a quota is a share of them
+        deadline = time + self._config.reservation_s
+        return Objects(session, tree, component, message.shard, message.world, message.nbytes, time, deadline, now_ns)
+
+    def _store(self, message: Store, session: Session, time: float, now: float) -> Reply:
+        tree = self._tree(message.namespace, session)
+        check_store(message)
+        check_reserve(message, self._geometry.extent_bytes, self._components)
+        component = self._components.get(message.component)
+        table = None if component is None else tree.tables.get(component)
+        if component is None or table is None or message.shard not in table.slots:
+            return Stored(message.rid, self._incarnation, StoreStatus.GONE)
+        what = self._objects(message, session, tree, component, time, self._wall_ns(now))
+        status, spare = self._pages.new_chains.store(
+            what, message.parent, message.hashes, message.slots, message.generations, message.checksums, message.spares
+        )
+        return Stored(message.rid, self._incarnation, status, *spare)
 
     @staticmethod
     def _check_columns(tree: PrefixTree, message: Reserve) -> None:

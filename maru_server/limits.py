@@ -35,13 +35,14 @@ from maru_core.protocol import (
     Release,
     Request,
     Reserve,
+    Store,
     Touch,
     Unhold,
 )
 from maru_server.sessions import Account, Session
 
 #: Their cost is also in pages, that of Match for each component.
-_PAGED: Final = frozenset((Reserve, Delete, Touch))
+_PAGED: Final = frozenset((Reserve, Store, Delete, Touch))
 #: What looks through everything that a tenant has costs as much as so many pages, and at most a quarter of a second's.
 _DEAR: Final = frozenset((Inspect,))
 _DEAR_PAGES: Final = 1 << 18

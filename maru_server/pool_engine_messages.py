@@ -38,7 +38,15 @@ from maru_core.protocol import (
 from maru_server.placement import SLOTS_MAX, find, parts, place, raised
 from maru_server.pool_books import JointBooks
 from maru_server.reaches import reached
-from maru_server.requests import Handler, check_chain, check_match, check_request, check_reserve, count_hashes, split_hashes
+from maru_server.requests import (
+    Handler,
+    check_chain,
+    check_match,
+    check_request,
+    check_reserve,
+    count_hashes,
+    split_hashes,
+)
 from maru_server.sessions import Session
 
 
@@ -173,6 +181,9 @@ class JointEngineMessages:
 
     def _reserve(self, message: Reserve, session: Session, time: float, now: float) -> Reply:
         keys = split_hashes(message.hashes)
+        if message.spares:
+            # Nothing is granted ahead: the next store may belong into another pool.
+            message = msgspec.structs.replace(message, spares=b"")
         space = self._space(message.namespace, session)
         check_reserve(message, self._extent_bytes)
         check_chain(message, keys)

@@ -14,6 +14,7 @@ from maru_core.protocol import (
     MAX_LOCATED,
     PROTOCOL_VERSION,
     ROOT,
+    SPARES_MAX,
     Commit,
     ErrorCode,
     Hello,
@@ -22,6 +23,7 @@ from maru_core.protocol import (
     Reply,
     Reserve,
     Rule,
+    Store,
     Validate,
 )
 from maru_server.calls import Deferred
@@ -132,7 +134,7 @@ def check_request(request: bytes) -> None:
         raise _invalid(f"the request id of a hold has {len(request)} bytes: give 1 to {_REQUEST_MAX}")
 
 
-def check_reserve(message: Reserve, extent_bytes: int, known: Container[str] = ()) -> None:
+def check_reserve(message: Reserve | Store, extent_bytes: int, known: Container[str] = ()) -> None:
     """All but its chain, for which see :func:`check_chain`. ``known`` as of :func:`check_match`."""
     world, shard, nbytes = message.world, message.shard, message.nbytes
     if not 1 <= world <= MAX_WORLD:
@@ -151,6 +153,26 @@ def check_reserve(message: Reserve, extent_bytes: int, known: Container[str] = (
         )
     if message.component not in known:
         check_component(message.component)
+    if len(message.spares) % HASH_BYTES or len(message.spares) > SPARES_MAX * HASH_BYTES:
+        raise _invalid(
+            f"spares has {len(message.spares)} bytes: send {HASH_BYTES} for each slot that is wanted ahead, for at most {SPARES_MAX}"
+        )
+
+
+def check_store(message: Store) -> None:
+    """What it has besides a Reserve."""
+    count = count_hashes(message.hashes)
+    if not 1 <= count <= SPARES_MAX:
+        raise _invalid(f"{count} pages to be stored in slots granted ahead: send 1 to {SPARES_MAX}")
+    if (
+        len(message.slots) != 4 * count
+        or len(message.generations) != 8 * count
+        or len(message.checksums) not in (0, 8 * count)
+    ):
+        raise _invalid(
+            f"{len(message.slots)} bytes of slots, {len(message.generations)} of generations and {len(message.checksums)} of checksums "
+            f"for {count} pages: send 4, 8 and 8 for each, or no checksums"
+        )
 
 
 def check_chain(message: Reserve, keys: list[bytes]) -> None:

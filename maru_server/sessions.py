@@ -213,6 +213,11 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._by_number)
 
+    @property
+    def holders(self) -> npt.NDArray[np.uint32]:
+        """Number of each slot's reservation, 0 where it has none; of all slots, to be looked at."""
+        return self._of_slot
+
     def full(self) -> bool:
         return len(self.live) >= self.limit
 

@@ -21,7 +21,9 @@ from maru_server import directory as directory_module
 from maru_server.directory import PoolDirectory
 from maru_server.tree import PrefixTree
 
-pytestmark = pytest.mark.skipif(directory_module._store is None, reason="built without a compiler: there is one way only")
+pytestmark = pytest.mark.skipif(
+    directory_module._store is None, reason="built without a compiler: there is one way only"
+)
 
 store: Any = directory_module._store
 
@@ -169,7 +171,7 @@ def test_most_stores_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @staticmethod
         def book(*args: Any) -> None:
-            booked.append(len(args[4]))
+            booked.append(len(args[5]))
             book(*args)
 
     monkeypatch.setattr("maru_server.new_chains._store", Counted())
@@ -280,9 +282,11 @@ def test_books_that_do_not_fit_change_nothing() -> None:
     component = (table.slots[0], table.held, table.world, table.length)
     before = server.meta.tobytes(), columns(tree)
 
-    def book(rows: Any = (1,), taken: Any = (1,), generations: bytes = bytes(8), pages: int = 1, above: int = -1) -> None:
+    def book(
+        rows: Any = (1,), taken: Any = (1,), generations: bytes = bytes(8), pages: int = 1, above: int = -1
+    ) -> None:
         store.book(
-            tree.columns_of_a_chain(), component, directory.words, directory.slot_offsets, np.array(rows, np.int64), slots(*taken),
+            0, tree.columns_of_a_chain(), component, directory.words, directory.slot_offsets, np.array(rows, np.int64), slots(*taken),
             generations, ROOT + chain("b", pages), above, 1, 0, 0, 0, 1, 4000, 1, 0,
         )  # fmt: skip
 

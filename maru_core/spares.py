@@ -1,0 +1,114 @@
+"""Slots that a store has ahead: with them a put of a few pages is one message instead of two.
+
+They are granted with the answer to a put, as many as it had pages, for the next one of the same kind. They are as short-lived as any
+reservation: what was asked for too long ago is not written to any more, for the server may have given it to others by then, and goes
+back. A put that finds none reserves as ever; nothing depends on them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Final, NamedTuple
+
+import msgspec
+
+from maru_core.protocol import HASH_BYTES
+
+#: Pages of a put that may use them, and most bytes of all of its pages: where pages turn out to be there already, they were copied in vain.
+PAGES_MAX: Final = 32
+BYTES_MAX: Final = 16 << 20
+#: Grants that a store keeps at a time, of all kinds.
+GRANTS_MAX: Final = 4
+#: Puts of a kind that do without, after one whose pages were there already: others store the same at this time.
+PAUSE_PUTS: Final = 16
+
+
+class Kind(NamedTuple):
+    """What slots were granted for: everything that a :class:`maru_core.protocol.Store` must have in common with the message before it."""
+
+    epoch: int
+    namespace: int
+    component: str
+    shard: int
+    world: int
+    nbytes: int
+
+
+class Spare(msgspec.Struct, frozen=True, gc=False):
+    """Slots of one grant, packed; ``asked`` is when they were asked for, monotonic seconds."""
+
+    kind: Kind
+    asked: float
+    slots: bytes
+    offsets: bytes
+    generations: bytes
+
+    @property
+    def pages(self) -> int:
+        """How many pages they are for."""
+        return len(self.slots) // 4
+
+    def split(self, pages: int) -> tuple[Spare, Spare]:
+        """The first ``pages`` slots, and the rest."""
+        kind, asked, slots, offsets, generations = self.kind, self.asked, self.slots, self.offsets, self.generations
+        return (
+            Spare(kind, asked, slots[: 4 * pages], offsets[: 8 * pages], generations[: 8 * pages]),
+            Spare(kind, asked, slots[4 * pages :], offsets[8 * pages :], generations[8 * pages :]),
+        )
+
+
+class Spares:
+    """What a store has. From several threads at once: ``_lock`` protects everything; who takes a grant has it alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._grants: list[Spare] = []
+        self._pauses: dict[Kind, int] = {}
+
+    def take(self, kind: Kind, count: int, oldest: float) -> Spare | None:
+        """``count`` slots of this kind that were asked for at ``oldest`` or later; the rest of their grant stays here. None where there are
+        none, or in a pause."""
+        with self._lock:
+            if self._pauses.get(kind):
+                return None
+            for at, grant in enumerate(self._grants):
+                if grant.kind == kind and grant.pages >= count and grant.asked >= oldest:
+                    taken, rest = grant.split(count)
+                    if rest.pages:
+                        self._grants[at] = rest
+                    else:
+                        del self._grants[at]
+                    return taken
+        return None
+
+    def add(self, grant: Spare) -> None:
+        with self._lock:
+            self._grants.append(grant)
+
+    def names(self, kind: Kind, count: int) -> bytes:
+        """Made-up page hashes for as many slots as should be asked for ahead, where the put at hand has ``count`` pages."""
+        with self._lock:
+            pause = self._pauses.get(kind, 0)
+            if pause:
+                self._pauses[kind] = pause - 1
+                return b""
+            if len(self._grants) >= GRANTS_MAX or any(
+                grant.kind == kind and grant.pages >= count for grant in self._grants
+            ):
+                return b""
+        return secrets.token_bytes(HASH_BYTES * count)
+
+    def pause(self, kind: Kind) -> None:
+        """Pages of a put were there already: the next ones ask first."""
+        with self._lock:
+            self._pauses = {kind: PAUSE_PUTS}  # of the last kind alone: kinds are few, and lives many
+
+    def stale(self, epoch: int, oldest: float) -> list[Spare]:
+        """Take out what was asked for before ``oldest``; what is of another life than ``epoch`` is forgotten."""
+        with self._lock:
+            if not self._grants:
+                return []
+            mine = [grant for grant in self._grants if grant.kind.epoch == epoch]
+            self._grants = [grant for grant in mine if grant.asked >= oldest]
+            return [grant for grant in mine if grant.asked < oldest]

@@ -1,0 +1,389 @@
+"""Slots that are granted ahead, and stores of pages in them: all pages or none, only by whom they were granted to, and never anything
+that is not there."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from maru_harness import Client, Grant, Server, chain, geometry
+
+from maru_core.pool.format import COMMITTED
+from maru_core.protocol import HASH_BYTES, ROOT, SPARES_MAX, Error, Evict, Reserved, Store, Stored, StoreStatus
+from maru_server import directory as directory_module
+from maru_server.new_chains import SPARE_ROOM
+
+pytestmark = pytest.mark.skipif(
+    directory_module._store is None, reason="built without a compiler: nothing is granted ahead"
+)
+
+STORED, KNOWN, GONE = StoreStatus
+
+
+class Ahead:
+    """Spares as they were granted."""
+
+    def __init__(self, reply: Reserved | Stored) -> None:
+        self.slots, self.generations = reply.spare_slots, reply.spare_generations
+        self.offsets = np.frombuffer(reply.spare_offsets, "<u8")
+
+    def __len__(self) -> int:
+        return len(self.slots) // 4
+
+
+def names(seed: object, count: int) -> bytes:
+    """What a client makes up."""
+    return b"".join(hashlib.sha256(f"spare {seed} {i}".encode()).digest() for i in range(count))
+
+
+def ask(client: Client, hashes: bytes, spares: bytes, **options: Any) -> tuple[Grant, Ahead]:
+    """Reserve and commit pages, and have spares."""
+    from maru_core.protocol import Reserve
+
+    values = {"component": "kv", "shard": 0, "world": 1, "parent": ROOT, "nbytes": 4000, **options}
+    reply = client.send(
+        Reserve(
+            3, client.session, client.namespace, values["component"], values["shard"], values["world"], values["parent"],
+            hashes, values["nbytes"], spares,
+        )
+    )  # fmt: skip
+    assert isinstance(reply, Reserved), reply
+    grant = Grant(reply)
+    assert set(client.commit(grant)) <= {0}
+    return grant, Ahead(reply)
+
+
+def store(client: Client, hashes: bytes, ahead: Ahead, at: int = 0, **options: Any) -> Stored:
+    values = {
+        "component": "kv", "shard": 0, "world": 1, "parent": ROOT, "nbytes": 4000, "checksums": b"", "spares": b"",
+        "namespace": client.namespace, **options,
+    }  # fmt: skip
+    count = len(hashes) // HASH_BYTES
+    reply = client.send(
+        Store(
+            4,
+            client.session,
+            values["namespace"],
+            values["component"],
+            values["shard"],
+            values["world"],
+            values["parent"],
+            hashes,
+            values["nbytes"],
+            ahead.slots[4 * at : 4 * (at + count)],
+            ahead.generations[8 * at : 8 * (at + count)],
+            values["checksums"],
+            values["spares"],
+        )
+    )
+    assert isinstance(reply, Stored), reply
+    return reply
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server(geometry(32, 64))
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    client = server.client()
+    client.store(chain("first", 1))  # makes the component known
+    return client
+
+
+def test_pages_are_stored_in_spares_by_one_message(server: Server, client: Client) -> None:
+    _, ahead = ask(client, chain("a", 3), names(0, 4))
+    assert len(ahead) == 4
+    reply = store(client, chain("b", 2), ahead, spares=names(1, 2))
+    assert reply.status == STORED
+    place = client.match(chain("b", 2))
+    assert (place.pages, place.lengths) == (2, [4000, 4000])
+    assert place.slots == np.frombuffer(ahead.slots, "<u4")[:2].tolist()
+    assert place.generations == np.frombuffer(ahead.generations, "<u8")[:2].tolist()
+    assert place.offsets == ahead.offsets[:2].tolist()
+    # What is left of the first grant, and what came with the answer, further down the same chain.
+    assert store(client, chain("b", 2, 2), ahead, 2, parent=chain("b", 1, 1)).status == STORED
+    assert store(client, chain("b", 2, 4), Ahead(reply), parent=chain("b", 1, 3)).status == STORED
+    assert client.match(chain("b", 6)).pages == 6
+    assert server.stats["slots_reserved"] == 0
+    server.restart()
+    client.connect()
+    assert client.match(chain("b", 6)).pages == 6, "found again from the pool alone"
+
+
+def test_checksums_are_stored_too(client: Client) -> None:
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    sums = np.array([7, 9], "<u8").tobytes()
+    assert store(client, chain("b", 2), ahead, checksums=sums).status == STORED
+    assert client.match(chain("b", 2)).checksums == [7, 9]
+
+
+def test_a_spare_is_no_page(server: Server, client: Client) -> None:
+    """Nobody finds it, whatever he asks for, before it has been stored; and never by the name that was made up."""
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    for _ in range(2):
+        assert client.match(names(0, 1)).pages == 0
+        assert client.match(names(0, 2), sparse=True).pages == 0
+        store(client, chain("b", 2), ahead)
+    server.state.finish()
+    (tree,) = server.state.books.trees.values()
+    assert not set(tree.rows) & {names(0, 2)[:32], names(0, 2)[32:]}, "the names are gone"
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [chain("a", 2), chain("a", 1, 2) + chain("c", 1), chain("c", 1) * 2, ROOT + chain("c", 1)],
+    ids=["known", "one of them", "repeated", "the root"],
+)
+def test_pages_that_are_not_all_new_are_left_to_a_reserve(server: Server, client: Client, pages: bytes) -> None:
+    _, ahead = ask(client, chain("a", 3), names(0, 2))
+    server.state.finish()
+    before = server.meta.tobytes()
+    reply = store(client, pages, ahead, spares=names(1, 2))
+    assert (reply.status, reply.spare_slots) == (KNOWN, b"")
+    assert server.meta.tobytes() == before
+    assert store(client, chain("b", 2), ahead).status == STORED, "the spares stand"
+
+
+def test_a_chain_that_comes_to_nothing_known_is_left_to_a_reserve(client: Client) -> None:
+    _, ahead = ask(client, chain("a", 3), names(0, 2))
+    assert store(client, chain("b", 2, 1), ahead, parent=chain("b", 1)).status == KNOWN
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"component": "never"}, {"component": "swa"}, {"shard": 1, "world": 2}, {"world": 2}, {"nbytes": 3999}],
+    ids=str,
+)
+def test_spares_are_for_what_they_were_granted(server: Server, client: Client, other: dict[str, Any]) -> None:
+    client.store(chain("w", 1), component="swa")
+    client.reserve(chain("w2", 1), shard=1, world=2)
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    before = server.meta.tobytes()
+    assert store(client, chain("b", 2), ahead, **other).status == GONE
+    assert server.meta.tobytes() == before
+
+
+def test_spares_are_nobody_elses(server: Server, client: Client) -> None:
+    other = server.client("other")
+    elsewhere = server.client("elsewhere", tag="another namespace")
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    assert store(other, chain("b", 2), ahead).status == GONE
+    assert store(elsewhere, chain("b", 2), ahead).status == GONE
+    elsewhere.store(chain("first", 1))
+    assert store(client, chain("b", 2), ahead, namespace=elsewhere.namespace).status == GONE
+    assert store(client, chain("b", 2), ahead).status == STORED
+    assert other.match(chain("b", 2)).pages == 2
+
+
+def test_each_is_stored_once(server: Server, client: Client) -> None:
+    _, ahead = ask(client, chain("a", 1), names(0, 4))
+    assert store(client, chain("b", 2), ahead).status == STORED
+    assert store(client, chain("c", 2), ahead).status == GONE
+    assert store(client, chain("c", 2), ahead, 1).status == GONE, "one of them is gone"
+    assert client.match(chain("c", 2)).pages == 0
+    assert store(client, chain("c", 2), ahead, 2).status == STORED
+
+
+def test_what_was_given_back_is_gone(client: Client) -> None:
+    from maru_core.protocol import Done, Release
+
+    _, ahead = ask(client, chain("a", 1), names(0, 4))
+    reply = client.send(Release(5, client.session, ahead.slots[4:8], ahead.generations[8:16]))
+    assert isinstance(reply, Done)
+    assert reply.count == 1
+    assert store(client, chain("b", 4), ahead).status == GONE
+    # The slot is another's now, with another generation; the client asks as if it were its own.
+    client.store(chain("c", 20))
+    assert store(client, chain("b", 4), ahead).status == GONE
+    assert store(client, chain("b", 1), ahead).status == STORED
+    assert store(client, chain("d", 2), ahead, 2).status == STORED
+
+
+def test_a_silent_client_has_lost_them(server: Server, client: Client) -> None:
+    """Its slots are in quarantine, and are not stored when it wakes up; when it says that it is done with them they are free."""
+    from maru_core.protocol import Release
+
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    server.wait(server.config.lease_s + 2)
+    assert server.stats["slots_quarantined"] == 2
+    client.connect()
+    assert store(client, chain("b", 2), ahead).status == GONE
+    assert client.match(chain("b", 2)).pages == 0
+    client.send(Release(5, client.session, ahead.slots, ahead.generations))
+    assert (server.stats["slots_quarantined"], server.stats["slots_reserved"]) == (0, 0)
+
+
+def test_they_return_with_the_session(server: Server, client: Client) -> None:
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    assert server.stats["slots_reserved"] == 2
+    client.goodbye()
+    assert server.stats["slots_reserved"] == 0
+    assert (server.directory.states[np.frombuffer(ahead.slots, "<u4")] == 0).all()
+
+
+def test_a_page_below_one_keeps_its_name(server: Server, client: Client) -> None:
+    """A client that stores a page as the next after a made-up name has only itself to blame, and breaks nothing."""
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    client.store(chain("c", 1), parent=names(0, 1))
+    assert store(client, chain("b", 2), ahead).status == GONE
+    assert store(client, chain("b", 1), ahead, 1).status == STORED
+
+
+def test_another_component_of_one_keeps_its_name(server: Server, client: Client) -> None:
+    client.store(chain("w", 1), component="swa")
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    client.reserve(names(0, 1), component="swa")
+    assert store(client, chain("b", 2), ahead).status == GONE
+    client.store(names(0, 2)[32:], component="swa")
+    assert store(client, chain("b", 1), ahead, 1).status == GONE
+
+
+def test_none_are_granted_where_room_is_short() -> None:
+    server = Server(geometry(4, 64))
+    client = server.client()
+    client.store(chain("first", 1))
+    free = 64 * server.geometry.extent_count - 1
+    most = free // SPARE_ROOM
+    _, ahead = ask(client, chain("a", 1), names(0, most))
+    assert len(ahead) == 0
+    _, ahead = ask(client, chain("b", 1), names(1, most - 2))
+    assert len(ahead) == most - 2
+
+
+def test_none_are_granted_beyond_a_quota_or_a_share() -> None:
+    shape = geometry(32, 64)
+    slots = 64 * shape.extent_count
+    for options in ({"quotas": {"": 10.5 / slots}}, {"session_share": 10.5 / slots}, {"session_reservations": 1}):
+        server = Server(shape, **options)
+        client = server.client()
+        client.store(chain("first", 1))
+        grant, ahead = ask(client, chain("a", 4), names(0, 9))
+        assert (grant.status, len(ahead)) == ([0] * 4, 0), options
+        assert len(ask(client, chain("b", 1), names(1, 2))[1]) == (0 if "session_reservations" in options else 2)
+
+
+def test_names_that_are_pages_are_not_granted(server: Server, client: Client) -> None:
+    """Made-up names may not be those of pages, of the same message or of others: there is one row for one name."""
+    client.store(chain("b", 2))
+    for wrong in (chain("b", 1), chain("a", 1), names(0, 1) * 2, ROOT):
+        _, ahead = ask(client, chain("a", 1) if wrong != chain("a", 1) else chain("a", 2), wrong)
+        assert len(ahead) == 0
+        client.delete(chain("a", 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"slots": b"1234"}, "send 4, 8 and 8"),
+        ({"generations": b""}, "send 4, 8 and 8"),
+        ({"checksums": bytes(8)}, "send 4, 8 and 8"),
+        ({"hashes": b""}, "0 pages"),
+        ({"hashes": names(9, SPARES_MAX + 1)}, "65 pages"),
+        ({"spares": b"123"}, "spares has 3 bytes"),
+        ({"spares": names(9, SPARES_MAX + 1)}, "spares has 2080 bytes"),
+        ({"shard": 5}, "shard is 5"),
+        ({"parent": b""}, "parent has 0 bytes"),
+        ({"nbytes": 0}, "nbytes is 0"),
+        ({"component": ""}, "component name"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused(server: Server, client: Client, change: dict[str, Any], said: str) -> None:
+    import msgspec
+
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    before = server.meta.tobytes()
+    message = Store(
+        4, client.session, client.namespace, "kv", 0, 1, ROOT, chain("b", 2), 4000, ahead.slots, ahead.generations
+    )
+    reply = client.send(msgspec.structs.replace(message, **change))
+    assert isinstance(reply, Error)
+    assert said in reply.message
+    assert server.meta.tobytes() == before
+
+
+# ---------------------------------------------------------------- at random
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 1), st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 3), st.integers(1, 4)),
+        st.tuples(st.just("store"), st.integers(0, 1), st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 3), st.integers(0, 3)),
+        st.tuples(st.just("store"), st.integers(0, 1), st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 3), st.integers(0, 3)),
+        st.tuples(st.just("delete"), st.sampled_from("abc"), st.integers(0, 5)),
+        st.tuples(st.just("evict"), st.integers(1, 4)),
+        st.tuples(st.just("wait"), st.integers(1, 30)),
+        st.tuples(st.just("clear")),
+        st.tuples(st.just("restart")),
+    ),
+    max_size=25,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS)
+def test_whatever_happens_a_page_has_the_slot_in_which_it_was_written(steps: list[tuple[Any, ...]]) -> None:
+    """Two clients; every step is followed by the check of all books. A page that is found is in a slot that its writer wrote for it, under
+    the generation that it was granted: whatever was evicted, cleared, lost or stored twice in between."""
+    server = Server(geometry(40, 4), reservation_s=20.0)
+    clients = [server.client("one"), server.client("two")]
+    clients[0].store(chain("first", 1))
+    spares: list[list[Ahead]] = [[], []]
+    written: dict[bytes, set[tuple[int, int]]] = {}
+
+    def note(hashes: bytes, slots: bytes, generations: bytes) -> None:
+        for at, place in enumerate(
+            zip(np.frombuffer(slots, "<u4").tolist(), np.frombuffer(generations, "<u8").tolist(), strict=True)
+        ):
+            written.setdefault(hashes[32 * at : 32 * at + 32], set()).add(place)
+
+    for number, (kind, *rest) in enumerate(steps):
+        server.now += 0.5
+        if kind in ("ask", "store"):
+            who, name, start, count, last = rest
+            client = clients[who]
+            client.connect()
+            hashes, parent = chain(name, count, start), chain(name, 1, start - 1) if start else ROOT
+            if kind == "ask":
+                grant, ahead = ask(client, hashes, names(number, last), parent=parent)
+                slots, generations = grant.mine()
+                mine = b"".join(hashes[32 * at : 32 * at + 32] for at, status in enumerate(grant.status) if status == 0)
+                note(mine, slots.tobytes(), generations.tobytes())
+                if len(ahead):
+                    spares[who].append(ahead)
+            elif spares[who]:
+                ahead = spares[who][-1]
+                if last + count > len(ahead):
+                    continue
+                part = slice(4 * last, 4 * (last + count)), slice(8 * last, 8 * (last + count))
+                reply = store(client, hashes, ahead, last, parent=parent, spares=names(number, 2))
+                if reply.status == STORED:
+                    note(hashes, ahead.slots[part[0]], ahead.generations[part[1]])
+                if len(Ahead(reply)):
+                    spares[who].append(Ahead(reply))
+        elif kind == "delete":
+            clients[0].connect()
+            clients[0].delete(chain(rest[0], 1, rest[1]))
+        elif kind == "evict":
+            clients[0].connect()
+            clients[0].send(Evict(9, clients[0].session, rest[0]))
+        elif kind == "clear":
+            clients[0].connect()
+            clients[0].clear()
+        elif kind == "wait":
+            server.wait(rest[0], 5.0)
+        else:
+            server.restart()
+        clients[1].connect()
+        for name in "abc":
+            place = clients[1].match(chain(name, 9), sparse=True)
+            for at, slot in enumerate(place.slots):
+                page = chain(name, 1, at)
+                if slot != 0xFFFFFFFF:
+                    assert (slot, place.generations[at]) in written[page]
+                    record = server.directory.records[slot]
+                    assert (record["state"], record["page_hash"].tobytes()) == (COMMITTED, page)
