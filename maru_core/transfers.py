@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from maru_core.errors import MaruError, PoolError, ServerUnavailableError
 from maru_core.finding import Finding, Found, part, pieces
+from maru_core.lives import StoreLife
 from maru_core.locations import Locations, RecentMatches
 from maru_core.mover import Buffers, slot_checksums
 from maru_core.protocol import HASH_BYTES, MAX_BATCH, NO_SLOT, CommitStatus, Hold, Located, ReserveStatus, Want
 from maru_core.rdma import TransferError
-from maru_core.reach import Reach, Reached
+from maru_core.reach import Reach
 from maru_core.session import Session
 
 log = logging.getLogger("maru.store")
@@ -33,20 +33,6 @@ U64Array = npt.NDArray[np.uint64]
 #: How long a put waits for another session that is writing the same page, or for room that is being made, seconds. Two
 #: servers that compute the same prompt at once meet here; what they wait for takes milliseconds.
 LATER_S: Final = 0.25
-
-
-class StoreLife(msgspec.Struct, frozen=True):
-    """What holds for one epoch of the session: replaced as a whole when the server restarts, never changed."""
-
-    epoch: int
-    namespace: int
-    lease_s: float
-    pools: Reached
-
-    @property
-    def reach(self) -> Reach:
-        """The first pool's that is reached: all that there is where the server has one."""
-        return self.pools.first
 
 
 class Transfers:
