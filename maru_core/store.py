@@ -15,55 +15,36 @@ It does not know any engine, and it never decides placement.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from maru_core import embedded
-from maru_core.errors import (
-    ClosedError,
-    ConfigError,
-    MaruError,
-    PoolTooSmallError,
-    ServerError,
-    ServerUnavailableError,
-    SessionLostError,
-)
+from maru_core.errors import ConfigError, MaruError, PoolTooSmallError, ServerUnavailableError
 from maru_core.finding import Found
 from maru_core.housekeeping import Housekeeping
 from maru_core.keys import ClientKeys
+from maru_core.lives import Lives, StoreLife
 from maru_core.locations import Locations
 from maru_core.mover import Buffers, CxlMover, Mover
 from maru_core.namespace import Namespace
 from maru_core.pool import PoolMemory
-from maru_core.protocol import (
-    HASH_BYTES,
-    MAX_BATCH,
-    NO_SLOT,
-    ErrorCode,
-    Hold,
-    Want,
-    Welcome,
-)
-from maru_core.reach import Reach, Reached, Reaching
+from maru_core.protocol import HASH_BYTES, MAX_BATCH, NO_SLOT, Hold, Want
+from maru_core.reach import Reach, Reaching
 from maru_core.reading import Reading
 from maru_core.session import Session
 from maru_core.settings import Settings
 from maru_core.store_config import StoreConfig, StoreMetrics
-from maru_core.transfers import StoreLife, Transfers, hash_at
+from maru_core.transfers import Transfers, hash_at
 
 __all__ = ["Store", "StoreConfig", "StoreMetrics"]
 
 log = logging.getLogger("maru.store")
-
-#: How often a pool of several that is not reached is tried again, seconds: its agent, or its device, may come later.
-REACH_AGAIN_S: Final = 10.0
 
 T = TypeVar("T")
 BoolArray = npt.NDArray[np.bool_]
@@ -72,9 +53,7 @@ BoolArray = npt.NDArray[np.bool_]
 class Store:
     """See the module. Make one with :meth:`open`, end it with :meth:`close`.
 
-    ``_lock`` protects ``_life``, ``_retired``, ``_closed`` and ``_in_flight`` (calls, and readings that are not finished); ``metrics`` has a lock of its own. A life is immutable, so
-    a call that runs on an older one keeps a mapping that stays valid until the call ends: memory is unmapped when the last
-    user lets go of it.
+    ``_metrics_lock`` protects ``metrics``; the present life, and which calls are under way, are in :class:`maru_core.lives.Lives`.
     """
 
     def __init__(
@@ -88,19 +67,11 @@ class Store:
         self.config = config
         self.namespace = namespace
         self.metrics = StoreMetrics()
-        self._record = namespace.record()
         self._session = session
-        self._ensure_server = ensure
         make = mover or (lambda memory: CxlMover(memory, config.copy_threads))
         self._reaching = Reaching(config, session, make, only_mapped=mover is not None)
-        self._retired: list[Mover] = []
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._lives = Lives(session, namespace.record(), self._reaching, ensure, self._log)
         self._metrics_lock = threading.Lock()
-        self._life: StoreLife | None = None
-        self._in_flight = 0
-        self._closed = False
         self._transfers = Transfers(
             session,
             self._count,
@@ -108,7 +79,6 @@ class Store:
             checksums=config.verify == "checksum",
         )
         self._logged: dict[str, float] = {}
-        self._reach_at = 0.0  # the housekeeper's alone
         self._house = Housekeeping(self._look_after)
 
     @classmethod
@@ -157,7 +127,7 @@ class Store:
         )
         store = cls(config, namespace, session, ensure, mover)
         try:
-            life = store._current()
+            life = store._lives.current()
             extent_bytes = max(reach.geometry.extent_bytes for reach in life.pools.present())
             if object_bytes > extent_bytes:
                 raise PoolTooSmallError(
@@ -301,8 +271,7 @@ class Store:
             reach = None if where is None else life.pools.one(where.slots)
             if where is None or reach is None:
                 return None
-            with self._lock:
-                self._in_flight += 1
+            self._lives.stay()
             return Reading(
                 hashes,
                 nbytes,
@@ -316,13 +285,13 @@ class Store:
 
     def _finish_reading(self, life: StoreLife, where: Locations, hashes: bytes, nbytes: int, landed: bool) -> bool:
         try:
-            return not self._forked and self._transfers.finish(life, where, hashes, nbytes, landed=landed)
+            return not self._lives.forked and self._transfers.finish(life, where, hashes, nbytes, landed=landed)
         except Exception:
             self._log("finish", "a reading could not be validated: a miss", exc_info=True)
             return False
         finally:
-            if not self._forked:
-                self._leave()
+            if not self._lives.forked:
+                self._lives.leave()
 
     def changes(self) -> tuple[int, ...] | None:
         """A value that is another one once anything has become findable in the pools that are reached or was removed from them. Costs
@@ -331,8 +300,8 @@ class Store:
         Read it before asking: what the answer says holds at least as long as the value stands. None where it is not known, as where one
         of them is not mapped.
         """
-        life = self._life
-        if life is None or life.epoch != self._session.epoch or self._closed or not self._session.connected:
+        life = self._lives.life
+        if life is None or life.epoch != self._session.epoch or self._lives.closed or not self._session.connected:
             return None
         found: tuple[int, ...] = ()
         try:
@@ -346,8 +315,8 @@ class Store:
 
     def touch(self, hashes: bytes) -> None:
         """Note that pages were used: one way, batched, never blocks."""
-        life = self._life
-        if life is not None and not self._closed:
+        life = self._lives.life
+        if life is not None and not self._lives.closed:
             self._session.touch(life.namespace, hashes, epoch=life.epoch)
 
     def delete(self, hashes: bytes) -> int:
@@ -367,7 +336,7 @@ class Store:
 
     def stats(self) -> dict[str, float | int | str]:
         """This store's counters, and the server's (``server_…``) where it answers."""
-        if self._forked:
+        if self._lives.forked:
             return {}
         with self._metrics_lock:
             figures: dict[str, float | int | str] = dict(msgspec.structs.asdict(self.metrics))
@@ -378,32 +347,13 @@ class Store:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the session; calls under way finish first, within ``timeout_s`` seconds."""
-        if self._forked:
+        if not self._lives.drain(timeout_s):
             return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            deadline = time.monotonic() + timeout_s
-            while self._in_flight and (left := deadline - time.monotonic()) > 0:
-                self._idle.wait(left)
         self._session.close()  # its last message carries what is counted here
-        with self._lock:
-            life, self._life = self._life, None
-            if life is not None:
-                self._retired += [reach.mover for reach in life.pools.present()]
-            retired: list[Mover] = []
-            if not self._in_flight:
-                retired, self._retired = self._retired, []
-        self._close_movers(retired)
+        self._lives.close()
         self._house.stop(timeout_s)
 
     # ------------------------------------------------------------ inside
-
-    @property
-    def _forked(self) -> bool:
-        """In a forked child nothing works, and no lock may be asked for: a thread that is not here may have held it."""
-        return os.getpid() != self._pid
 
     def _guarded(
         self, run: Callable[[StoreLife], T], otherwise: T, what: str, failed: Callable[[str], None] | None = None
@@ -412,15 +362,11 @@ class Store:
 
         ``failed`` is told the kind of failure, ``"unavailable"`` or ``"error"``, to count what it cost.
         """
-        if self._forked:
+        if not self._lives.enter():
             return otherwise
-        with self._lock:
-            if self._closed:
-                return otherwise
-            self._in_flight += 1
         kind = "error"
         try:
-            return run(self._current())
+            return run(self._lives.current())
         except ServerUnavailableError as error:
             kind = "unavailable"
             self._log(what, "%s: %s", what, error)
@@ -429,27 +375,10 @@ class Store:
         except Exception:
             self._log(what, "%s failed by a fault of Maru", what, exc_info=True)
         finally:
-            self._leave()
+            self._lives.leave()
         if failed is not None:
             failed(kind)
         return otherwise
-
-    def _leave(self) -> None:
-        """A call or a reading ends. Movers of pools that were left are closed when nobody can be using them."""
-        retired: list[Mover] = []
-        with self._lock:
-            self._in_flight -= 1
-            if not self._in_flight:
-                retired, self._retired = self._retired, []
-                self._idle.notify_all()
-        self._close_movers(retired)
-
-    def _close_movers(self, movers: Sequence[Mover]) -> None:
-        for mover in movers:
-            try:
-                mover.close()
-            except Exception:
-                self._log("mover", "a mover could not be closed", exc_info=True)
 
     def _log(self, key: str, message: str, *args: object, exc_info: bool = False) -> None:
         """A warning at most every ten seconds for each kind of failure: an engine's log is not ours to fill."""
@@ -460,7 +389,7 @@ class Store:
 
     def _report(self) -> tuple[int | None, dict[str, int]]:
         """For the session's heartbeats: the namespace's number in the present life, and the counters."""
-        life = self._life
+        life = self._lives.life
         if life is None or life.epoch != self._session.epoch:
             return None, {}
         with self._metrics_lock:
@@ -479,118 +408,11 @@ class Store:
             return False
         return True
 
-    def _current(self) -> StoreLife:
-        """The life of the session's present epoch, made if need be.
-
-        Raises:
-            ServerUnavailableError: the server is away.
-            MaruError: it is there and cannot be used.
-        """
-        life = self._life
-        if life is not None and life.epoch == self._session.epoch:
-            return life
-        welcome = self._session.connect()
-        epoch = self._session.epoch
-        if self._session.welcome is not welcome:
-            # The pool of one life under the epoch of the next: what is acknowledged there would lie here.
-            raise SessionLostError("the server began another life at this moment: ask again")
-        reached = self._reaching.reach(welcome, epoch, life.pools if life is not None else None)
-        self._tell(welcome, epoch, reached)
-        made = StoreLife(
-            epoch=epoch,
-            namespace=self._session.open_namespace(self._record, epoch=epoch),
-            lease_s=welcome.lease_s,
-            pools=reached,
-        )
-        with self._lock:
-            present = self._life
-            # Another thread may have made the same life meanwhile; this one is counted in flight, so neither mover is closed yet.
-            if self._closed:
-                self._retired += _without(reached, present)
-                raise ClosedError("the store was closed")
-            if present is not None:
-                self._retired += _without(present.pools, made)
-            self._life = made
-        return made
-
-    def _tell(self, welcome: Welcome, epoch: int, reached: Reached) -> None:
-        """Say how the pools are reached. A server that does not know the message has one pool, and needs not be told."""
-        try:
-            self._session.reaches(reached.ways, epoch=epoch)
-        except ServerError as error:
-            if welcome.pools or error.code != ErrorCode.INVALID:
-                raise
-            log.debug("the server was not told how its pool is reached: %s", error)
-
-    # ------------------------------------------------------------ background
-
     def _populate(self, reach: Reach, slots: npt.NDArray[np.uint32]) -> None:
         if reach.memory is not None:
             self._house.populate(reach.memory, reach.own(slots))
 
     def _look_after(self) -> None:
-        self._revive()
-        if (life := self._life) is not None:
+        self._lives.look_after()
+        if (life := self._lives.life) is not None:
             self._transfers.return_spares(life)
-        try:
-            self._reach_again()
-        except MaruError as error:
-            self._log("reach", "pools that are not reached could not be tried again: %s", error)
-        except Exception:
-            self._log("reach", "pools that are not reached could not be tried again", exc_info=True)
-
-    def _reach_again(self) -> None:
-        """Use pools that could not be reached when the life began and can be now. The life goes on: what it reached it reaches as before,
-        by the same movers, so that calls under way need not know.
-
-        Raises:
-            MaruError: the server does not answer, or began another life.
-        """
-        life, welcome, now = self._life, self._session.welcome, time.monotonic()
-        if life is None or welcome is None or all(life.pools.pools) or now < self._reach_at:
-            return
-        if self._closed or not self._session.connected or life.epoch != self._session.epoch:
-            return
-        self._reach_at = now + REACH_AGAIN_S
-        reached = self._reaching.reach(welcome, life.epoch, life.pools)
-        if len(reached.present()) == len(life.pools.present()):
-            return
-        more = msgspec.structs.replace(life, pools=reached)
-        if not self._exchange(life, more):
-            self._close_movers(_without(reached, life))
-            return
-        try:
-            # Only now: from here on the server answers with slots of these pools.
-            self._tell(welcome, life.epoch, reached)
-        except BaseException:
-            if self._exchange(more, life):
-                with self._lock:
-                    self._retired += _without(reached, life)
-            raise
-
-    def _exchange(self, old: StoreLife, new: StoreLife) -> bool:
-        """Go on with another account of the same life, unless there is another one by now."""
-        with self._lock:
-            if self._life is not old or self._closed:
-                return False
-            self._life = new
-            return True
-
-    def _revive(self) -> None:
-        """Bring an embedded server back if it is gone."""
-        if self._ensure_server is None or self._closed or self._session.connected:
-            return
-        try:
-            self._ensure_server()
-            self._current()
-        except MaruError as error:
-            self._log("revive", "the embedded server is not back yet: %s", error)
-        except Exception:
-            # Whatever it was, the next attempt must come.
-            self._log("revive", "the embedded server could not be looked after", exc_info=True)
-
-
-def _without(pools: Reached, life: StoreLife | None) -> list[Mover]:
-    """The movers of these that the life does not use."""
-    used = [] if life is None else [reach.mover for reach in life.pools.present()]
-    return [reach.mover for reach in pools.present() if not any(reach.mover is mover for mover in used)]

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from maru_core.errors import MaruError, PoolError, ServerUnavailableError
 from maru_core.finding import Finding, Found, part, pieces
+from maru_core.lives import StoreLife
 from maru_core.locations import Locations, RecentMatches
 from maru_core.mover import Buffers, slot_checksums
 from maru_core.protocol import (
@@ -34,7 +34,7 @@ from maru_core.protocol import (
     Want,
 )
 from maru_core.rdma import TransferError
-from maru_core.reach import Reach, Reached
+from maru_core.reach import Reach
 from maru_core.session import Session
 from maru_core.spares import BYTES_MAX, PAGES_MAX, Kind, Spare, Spares
 
@@ -46,25 +46,6 @@ U64Array = npt.NDArray[np.uint64]
 #: How long a put waits for another session that is writing the same page, or for room that is being made, seconds. Two
 #: servers that compute the same prompt at once meet here; what they wait for takes milliseconds.
 LATER_S: Final = 0.25
-
-
-class StoreLife(msgspec.Struct, frozen=True):
-    """What holds for one epoch of the session: replaced as a whole when the server restarts, never changed."""
-
-    epoch: int
-    namespace: int
-    lease_s: float
-    pools: Reached
-
-    @property
-    def reach(self) -> Reach:
-        """The first pool's that is reached: all that there is where the server has one."""
-        return self.pools.first
-
-    @property
-    def only_mapped(self) -> bool:
-        """The server has one pool, and this process maps it."""
-        return len(self.pools.pools) == 1 and self.pools.first.memory is not None
 
 
 class Transfers:

@@ -218,7 +218,8 @@ def test_another_size_asked_for_takes_nothing_from_those_who_still_use_the_pool(
     store = open_store()
     chain = hashes(6)
     assert store.put("kv", 0, 1, ROOT, chain, Pages(6, SIZES, seed=1).fragments).all()
-    store._ensure_server = None  # another process, which wants another size, is the first to start the next server
+    # Another process, which wants another size, is the first to start the next server.
+    store._lives._ensure_server = None
     (pid,) = server_pids(starter)
     with missing(store):
         os.kill(pid, signal.SIGKILL)
@@ -235,7 +236,7 @@ def test_the_pool_lies_on_the_node_that_the_environment_names(
 ) -> None:
     monkeypatch.setenv("MARU_POOL_NUMA", "0")
     store = open_store()
-    memory = store._current().reach.memory
+    memory = store._lives.current().reach.memory
     assert memory is not None
     assert bound_node(memory.data_address) == 0
     store.close()
@@ -289,7 +290,7 @@ def test_a_server_that_is_killed_at_its_start_loses_nothing(starter: Starter, mo
     store = open_store()
     chain, pages = hashes(6), Pages(6, SIZES, seed=1)
     assert store.put("kv", 0, 1, ROOT, chain, pages.fragments).all()
-    monkeypatch.setattr(store, "_ensure_server", None)  # this test starts the next server itself
+    monkeypatch.setattr(store._lives, "_ensure_server", None)  # this test starts the next server itself
     (pid,) = server_pids(starter)
     os.kill(pid, signal.SIGKILL)
     await_condition(lambda: not embedded._is_served(starter._pool_path), "the lock of the killed server is gone")
@@ -350,7 +351,7 @@ def test_a_server_that_cannot_be_started_now_is_started_later(starter: Starter) 
 
 def test_a_pool_that_clients_still_map_is_not_swept(starter: Starter, tmp_path: Path) -> None:
     store = open_store()
-    store._ensure_server = None  # nobody starts another server meanwhile
+    store._lives._ensure_server = None  # nobody starts another server meanwhile
     (pid,) = server_pids(starter)
     os.kill(pid, signal.SIGKILL)
     await_condition(lambda: not embedded._is_served(starter._pool_path), "the lock of the killed server is gone")

@@ -131,7 +131,7 @@ def test_close_waits_for_a_reading(open_store: Any) -> None:
     reading = b.read("kv", 0, hashes(2), NBYTES)
     closing = threading.Thread(target=b.close, args=(60.0,))
     closing.start()
-    await_condition(lambda: b._closed, "the store closes")
+    await_condition(lambda: b._lives.closed, "the store closes")
     closing.join(0.05)
     assert closing.is_alive()
     assert reading.finish()

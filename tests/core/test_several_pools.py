@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from maru_core import lives
 from maru_core import protocol as p
-from maru_core import store as store_module
 from maru_core.errors import PoolError, ServerUnavailableError
 from maru_core.locations import answers, in_one_pool
 from maru_core.mover import CxlMover
@@ -79,7 +79,7 @@ def get(store: Store, chain: bytes) -> tuple[np.ndarray, Pages]:
 
 def pools_of(store: Store, chain: bytes) -> set[int]:
     """Where the pages of a chain that are there lie."""
-    slots = store._transfers.locate(store._current(), "kv", 0, chain).slots
+    slots = store._transfers.locate(store._lives.current(), "kv", 0, chain).slots
     return {int(slot) >> POOL_SHIFT for slot in slots if slot != NO_SLOT}
 
 
@@ -115,8 +115,8 @@ def test_each_store_says_what_it_reaches(
 ) -> None:
     caplog.set_level("INFO", "maru.store")
     both, first = open_store(), open_store(pool=pools[0])
-    assert [reach is not None for reach in both._current().pools.pools] == [True, True]
-    assert [reach is not None for reach in first._current().pools.pools] == [True, False]
+    assert [reach is not None for reach in both._lives.current().pools.pools] == [True, True]
+    assert [reach is not None for reach in first._lives.current().pools.pools] == [True, False]
     with looking(server) as session:
         rows = {row["name"]: row["reaches"] for row in session.inspect("sessions")}
     assert [told["way"] for told in rows["test 0"]] == ["cxl", "cxl"]
@@ -196,18 +196,18 @@ def test_a_pool_that_was_not_reached_is_tried_in_the_next_life(
 ) -> None:
     (tmp_path / "b").rename(tmp_path / "away")
     store = open_store()
-    assert [reach is None for reach in store._current().pools.pools] == [False, True]
+    assert [reach is None for reach in store._lives.current().pools.pools] == [False, True]
     (tmp_path / "away").rename(tmp_path / "b")
     server.kill()
     server.start()
     await_condition(lambda: store.present("kv", 0, hashes(1)) is not None and store._session.connected, "it is back")
-    await_condition(lambda: all(store._current().pools.pools), "both are reached")
+    await_condition(lambda: all(store._lives.current().pools.pools), "both are reached")
 
 
 def test_a_pool_that_comes_later_is_used_from_then_on(
     open_store: Open, server: ServerProcess, tmp_path: Path, pools: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REACH_AGAIN_S", 0.1)
+    monkeypatch.setattr(lives, "REACH_AGAIN_S", 0.1)
     later = tmp_path / "later"
     one, both = open_store(pool=f"{pools[0]},file://{later}"), open_store()
     chains = [hashes(40, seed) for seed in range(8)]
@@ -216,14 +216,14 @@ def test_a_pool_that_comes_later_is_used_from_then_on(
     there = {pool: [chain for chain in chains if pools_of(both, chain) == {pool}] for pool in (0, 1)}
     assert there[0]
     assert there[1]
-    life = one._current()
+    life = one._lives.current()
     assert [reach is not None for reach in life.pools.pools] == [True, False]
     assert {one.prefix(["kv"], 0, chain) for chain in there[1]} == {0}
     mover = life.pools.first.mover
     later.hardlink_to(tmp_path / "b")
-    await_condition(lambda: all(one._current().pools.pools), "the second pool is reached")
-    assert one._current().epoch == life.epoch, "the life goes on"
-    assert one._current().pools.first.mover is mover, "what was reached is not made anew"
+    await_condition(lambda: all(one._lives.current().pools.pools), "the second pool is reached")
+    assert one._lives.current().epoch == life.epoch, "the life goes on"
+    assert one._lives.current().pools.first.mover is mover, "what was reached is not made anew"
     await_condition(lambda: one.prefix(["kv"], 0, there[1][0]) == 40, "the server knows of it")
     for chain in chains:
         loaded, pages = get(one, chain)
@@ -237,29 +237,29 @@ def test_a_pool_that_comes_later_is_used_from_then_on(
 def test_a_pool_of_which_the_server_was_not_told_is_not_used_and_tried_again(
     open_store: Open, tmp_path: Path, pools: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REACH_AGAIN_S", 0.1)
+    monkeypatch.setattr(lives, "REACH_AGAIN_S", 0.1)
     later = tmp_path / "later"
     one = open_store(pool=f"{pools[0]},file://{later}")
-    life, tell, failed = one._current(), one._tell, []
+    life, tell, failed = one._lives.current(), one._lives._tell, []
 
     def not_yet(*arguments: Any) -> None:
         if not failed:
-            failed.append(one._life)
+            failed.append(one._lives.life)
             raise ServerUnavailableError("no answer")
         tell(*arguments)
 
-    monkeypatch.setattr(one, "_tell", not_yet)
+    monkeypatch.setattr(one._lives, "_tell", not_yet)
     later.hardlink_to(tmp_path / "b")
-    await_condition(lambda: bool(failed) and one._life is life, "it is as before")
+    await_condition(lambda: bool(failed) and one._lives.life is life, "it is as before")
     assert all(failed[0].pools.pools)
-    assert one._retired == [failed[0].pools.pools[1].mover], "to be closed when nobody can be using it"
-    await_condition(lambda: all(one._current().pools.pools), "and then it is used")
+    assert one._lives._retired == [failed[0].pools.pools[1].mover], "to be closed when nobody can be using it"
+    await_condition(lambda: all(one._lives.current().pools.pools), "and then it is used")
 
 
 def test_pools_that_stay_away_are_tried_again_without_a_word(
     open_store: Open, pools: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_module, "REACH_AGAIN_S", 0.1)
+    monkeypatch.setattr(lives, "REACH_AGAIN_S", 0.1)
     one = open_store(pool=pools[0])
     tried: list[int] = []
     reach = one._reaching.reach
@@ -269,10 +269,10 @@ def test_pools_that_stay_away_are_tried_again_without_a_word(
         return reach(*arguments)
 
     monkeypatch.setattr(one._reaching, "reach", counted)
-    life = one._current()
+    life = one._lives.current()
     caplog.clear()
     await_condition(lambda: len(tried) >= 2, "it is tried twice")
-    assert one._current() is life
+    assert one._lives.current() is life
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

@@ -166,7 +166,7 @@ def test_a_slot_that_changes_hands_during_the_copy_is_a_miss(open_store, monkeyp
     chain, pages = hashes(16), Pages(16, SIZES, seed=1)
     assert put(a, chain, pages).all()
     assert b.prefix(["kv"], 0, chain) == 16
-    life = b._current()
+    life = b._lives.current()
     load = life.reach.mover.load
 
     def meanwhile(offsets, fragments):
@@ -197,7 +197,7 @@ def test_corrupt_bytes_are_a_miss_with_checksums(open_store, server: ServerProce
     assert put(a, chain, pages).all()
     assert get(careful, chain)[0].all()
     memory = PoolMemory.attach(parse_pool_uri(server.pool))
-    where = a._transfers.locate(a._current(), "kv", 0, chain)
+    where = a._transfers.locate(a._lives.current(), "kv", 0, chain)
     address = memory.address_of(int(where.offsets[2])) + 777
     byte = (np.ctypeslib.ctypes.c_ubyte).from_address(address)
     byte.value ^= 0xFF
@@ -403,7 +403,7 @@ def test_a_child_forked_while_a_thread_holds_a_lock_does_not_hang(open_store) ->
     store = open_store()
     chain, pages = hashes(2), Pages(2, SIZES, seed=1)
     assert put(store, chain, pages).all()
-    with store._lock, store._metrics_lock:  # what another thread may do at the instant of the fork
+    with store._lives._lock, store._metrics_lock:  # what another thread may do at the instant of the fork
         child = os.fork()
         if child == 0:
             signal.alarm(120)
@@ -421,8 +421,9 @@ def test_the_pool_of_one_life_is_never_taken_for_that_of_the_next(
     with running_server(tmp_path) as first:
         file = Path("/dev/shm", first.pool.removeprefix("shm://"))
         store = Store.open(StoreConfig(server=first.endpoint, timeout_ms=PATIENCE_MS), namespace(), name="test")
-        assert store._life is not None
-        store._life = msgspec.structs.replace(store._life, epoch=0)  # as after a restart: the store looks anew
+        life = store._lives.life
+        assert life is not None
+        store._lives.life = msgspec.structs.replace(life, epoch=0)  # as after a restart: the store looks anew
         connect = store._session.connect
 
         def change_pools() -> object:

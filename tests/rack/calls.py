@@ -73,7 +73,7 @@ def open_store(name: str = "store", **config: Any) -> str:
     """How it reaches the pool."""
     config = {"timeout_ms": 60_000, **config}
     stores[name] = Store.open(StoreConfig(**config), NAMESPACE, name=name)
-    reach = stores[name]._current().reach
+    reach = stores[name]._lives.current().reach
     movers[name] = reach.mover
     return "rdma" if reach.memory is None else "cxl"
 

@@ -128,7 +128,7 @@ class _Serving:
 
     def mapped(self) -> bool:
         """Whether the pool's memory is on this host."""
-        return self._store._current().reach.memory is not None
+        return self._store._lives.current().reach.memory is not None
 
     def agents(self) -> list[str]:
         return [agent.name for agent in self._store._session.agents().agents]

@@ -27,7 +27,7 @@ def test_pages_in_gpu_memory_are_misses_and_pages_in_host_memory_go(
     assert all((part == was).all() for part, was in zip(on_gpu.data, before, strict=True))
     assert not far.put("kv", 0, 1, ROOT, hashes(6, seed=2), on_gpu.fragments).any()
     assert near.prefix(["kv"], 0, hashes(6, seed=2)) == 0
-    assert far._current().reach.mover.gpu_direct is False
+    assert far._lives.current().reach.mover.gpu_direct is False
     copy = Pages(6, SIZES)
     assert far.get("kv", 0, chain, copy.fragments).all()
     assert copy.same(pages).all()

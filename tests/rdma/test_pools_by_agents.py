@@ -40,7 +40,7 @@ def check(store: Store, chain: bytes, pages: Pages) -> None:
 
 
 def pool_of(store: Store, chain: bytes) -> int:
-    slots = store._transfers.locate(store._current(), "kv", 0, chain).slots
+    slots = store._transfers.locate(store._lives.current(), "kv", 0, chain).slots
     (pool,) = {int(slot) >> POOL_SHIFT for slot in slots if slot != NO_SLOT}
     return pool
 
@@ -50,7 +50,7 @@ def test_a_client_maps_one_pool_and_reaches_the_other_through_its_agent(
 ) -> None:
     agents("--pool", pools[1]).wait_announced()
     both = open_store("auto", pool=pools[0])
-    ways = both._current().pools.ways
+    ways = both._lives.current().pools.ways
     assert [one.way for one in ways] == ["cxl", "rdma"]
     assert "through agents" in ways[1].why
     assert both.changes() is None, "one of them cannot be looked into"
@@ -100,7 +100,7 @@ def test_an_agent_of_several_pools_is_told_which(
     for pool in pools:
         agents("--pool", pool).wait_announced()
     far = open_store("rdma")
-    assert [one.way for one in far._current().pools.ways] == ["rdma", "rdma"]
+    assert [one.way for one in far._lives.current().pools.ways] == ["rdma", "rdma"]
     used = set()
     for seed in range(6):
         chain, pages = hashes(20, seed), Pages(20, SIZES, seed=seed)

@@ -39,7 +39,7 @@ def register(store: Store, pages: Pages) -> None:
 def test_pages_go_both_ways(agents: Agents, open_store: Open) -> None:
     agents().wait_announced()
     far, near = open_store(), open_store("cxl")
-    assert far._current().reach.memory is None
+    assert far._lives.current().reach.memory is None
     chain, pages = hashes(40), Pages(40, SIZES, seed=1)
     assert put(near, chain, pages).all()
     assert far.prefix(["kv"], 0, chain) == 40
@@ -60,7 +60,7 @@ def test_registered_memory_is_moved_without_a_copy(agents: Agents, open_store: O
     agents().wait_announced()
     far = open_store()
     chain, pages, copy = hashes(30), Pages(30, SIZES, seed=1), Pages(30, SIZES)
-    mover = far._current().reach.mover
+    mover = far._lives.current().reach.mover
     register(far, pages)
     register(far, copy)
     assert put(far, chain, pages).all()
@@ -84,13 +84,13 @@ def test_many_bytes_in_batches_of_every_size(agents: Agents, open_store: Open) -
 def test_a_pool_that_is_here_is_mapped_and_one_that_is_not_goes_through_agents(
     agents: Agents, open_store: Open, server: ServerProcess
 ) -> None:
-    assert open_store("auto")._current().reach.memory is not None
+    assert open_store("auto")._lives.current().reach.memory is not None
     elsewhere = {"pool": "shm://maru-test-not-on-this-host"}
     with pytest.raises(PoolError, match="not-on-this-host"):
         open_store("auto", **elsewhere)
     agents().wait_announced()
     far = open_store("auto", **elsewhere)
-    assert far._current().reach.memory is None
+    assert far._lives.current().reach.memory is None
     assert put(far, hashes(3), Pages(3, SIZES, seed=1)).all()
     with pytest.raises(PoolError, match="not-on-this-host"):
         open_store("cxl", **elsewhere)
@@ -103,7 +103,7 @@ def test_a_slot_given_away_during_the_copy_is_a_miss(
     far, near = open_store(), open_store("cxl")
     chain = hashes(8)
     assert put(near, chain, Pages(8, SIZES, seed=1)).all()
-    mover = far._current().reach.mover
+    mover = far._lives.current().reach.mover
     load = mover.load
 
     def meanwhile(offsets: Any, buffers: Any) -> None:
@@ -123,7 +123,7 @@ def test_checksums_catch_wrong_bytes(agents: Agents, open_store: Open) -> None:
     chain = hashes(4)
     assert put(near, chain, Pages(4, SIZES, seed=1)).all()
     assert get(far, chain)[0].all()
-    memory = near._current().reach.memory
+    memory = near._lives.current().reach.memory
     reading = near.read("kv", 0, chain, sum(SIZES))
     memory.data[int(reading.offsets[2]) - memory.geometry.off_data] ^= 1
     reading.finish(landed=False)
@@ -273,7 +273,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
 def test_offsets_outside_of_the_pool_move_nothing(agents: Agents, open_store: Open) -> None:
     agents().wait_announced()
     far = open_store()
-    reach = far._current().reach
+    reach = far._lives.current().reach
     pages = Pages(1, SIZES, seed=1)
     geometry = reach.geometry
     for offset in (0, geometry.off_data - 1, geometry.off_data + geometry.extent_bytes - 100, geometry.pool_bytes):
@@ -283,7 +283,7 @@ def test_offsets_outside_of_the_pool_move_nothing(agents: Agents, open_store: Op
 
 def test_a_mover_without_agents_says_what_to_do(open_store: Open) -> None:
     far = open_store()
-    reach = far._current().reach
+    reach = far._lives.current().reach
     with pytest.raises(TransferError, match="start maru-agent"):
         reach.mover.load(np.array([reach.geometry.off_data], np.uint64), Pages(1, SIZES).fragments)
 

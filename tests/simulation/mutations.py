@@ -22,11 +22,11 @@ import maru_core.sockets
 import maru_server.books
 import maru_server.lookup
 from maru_core.errors import ServerUnavailableError
+from maru_core.lives import Lives
 from maru_core.pool.format import COMMITTED, FREE, RESERVED
 from maru_core.pool.view import PoolView
 from maru_core.protocol import CommitStatus
 from maru_core.session import Session
-from maru_core.store import Store
 from maru_core.transfers import Transfers
 from maru_server.directory import GENERATION_WORD, PoolDirectory
 from maru_server.holds import Holds
@@ -241,7 +241,7 @@ def namespace_number_kept_over_lives() -> Iterator[Any]:
 
 @mutation("A store begins anew when the server does.", "no recovery")
 def life_never_renewed() -> Iterator[Any]:
-    yield replaced(Store, "_current", lambda original: lambda self: self._life or original(self))
+    yield replaced(Lives, "current", lambda original: lambda self: self.life or original(self))
 
 
 @mutation("All ranks of a request are told the same.", "ranks disagree")

@@ -188,7 +188,7 @@ class SimClient:
     def _operate(self, page: bytes) -> None:
         """As an operator's command does, through the session."""
         random = self.kernel.random
-        session, life = self._store._session, self._store._life
+        session, life = self._store._session, self._store._lives.life
         if life is None:
             return
 

@@ -26,6 +26,7 @@ from sim_network import Network, SimContext, SimSocket, poll
 import maru_core.conversation
 import maru_core.errands
 import maru_core.housekeeping
+import maru_core.lives
 import maru_core.locations
 import maru_core.mover
 import maru_core.reach
@@ -363,11 +364,12 @@ def installed(kernel: Kernel, network: Network, pool: SimPool) -> Iterator[Shims
     """Simulate the client modules within the block."""
     shims = Shims(kernel, network, pool)
     conversation, sockets, errands = maru_core.conversation, maru_core.sockets, maru_core.errands
-    store, transfers = maru_core.store, maru_core.transfers
+    store, lives, transfers = maru_core.store, maru_core.lives, maru_core.transfers
     locations, mover = maru_core.locations, maru_core.mover
     reach, reading, housekeeping = maru_core.reach, maru_core.reading, maru_core.housekeeping
+    below = (transfers, locations, mover, reach, reading, housekeeping)
     places: list[tuple[Any, str, Any]] = []
-    for module in (conversation, sockets, errands, store, transfers, locations, mover, reach, reading, housekeeping):
+    for module in (conversation, sockets, errands, store, lives, *below):
         for name in ("threading", "time", "zmq", "queue", "secrets"):
             if hasattr(module, name):
                 places.append((module, name, getattr(shims, name)))
