@@ -20,7 +20,7 @@ PAGES_MAX: Final = 32
 BYTES_MAX: Final = 16 << 20
 #: Grants that a store keeps at a time, of all kinds.
 GRANTS_MAX: Final = 4
-#: Puts of a kind that do without, after one whose pages were there already: others store the same at this time.
+#: Puts of a kind that do without, from one on whose pages were there already: others store the same at this time.
 PAUSE_PUTS: Final = 16
 
 
@@ -64,6 +64,7 @@ class Spares:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._grants: list[Spare] = []
+        self._random = b""  # for names that are made up; drawn in one go, which costs as much as one name
         self._pauses: dict[Kind, int] = {}
 
     def take(self, kind: Kind, count: int, oldest: float) -> Spare | None:
@@ -97,7 +98,11 @@ class Spares:
                 grant.kind == kind and grant.pages >= count for grant in self._grants
             ):
                 return b""
-        return secrets.token_bytes(HASH_BYTES * count)
+            nbytes = HASH_BYTES * count
+            if len(self._random) < nbytes:
+                self._random = secrets.token_bytes(HASH_BYTES * PAGES_MAX * 4)
+            names, self._random = self._random[:nbytes], self._random[nbytes:]
+            return names
 
     def pause(self, kind: Kind) -> None:
         """Pages of a put were there already: the next ones ask first."""

@@ -13,7 +13,6 @@ is committed. To store is to give the rows their real names, and commit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from maru_server.pages import Pages
 
 #: Spares are granted where this many times as many slots of the size are free: never by eviction, and never the last ones.
-SPARE_ROOM: Final = 16
+SPARE_ROOM: Final = 4
 #: What is booked, as ``_store.book`` has it.
 _CHAIN, _APART, _RENAMED = range(3)
 
@@ -56,8 +55,7 @@ class Granted(NamedTuple):
     spare: Spare
 
 
-@dataclass(slots=True, frozen=True)
-class Objects:
+class Objects(NamedTuple):
     """What objects are to be: whose, where they belong, how long. The component and its shard are known to the tree."""
 
     session: Session
@@ -271,7 +269,7 @@ class NewChains:
         at = begin // 4
         if begin < 0 or reservation.generations_blob[8 * at : 8 * at + len(generations)] != generations:
             return None, 0
-        table, row = what.tree.tables[what.component], page.rows[at]
+        table, row = what.tree.tables[what.component], page.rows.item(at)
         # As they were granted: all of a reservation are alike.
         if table.world.item(row) != what.world or table.length.item(row) != what.nbytes:
             return None, 0

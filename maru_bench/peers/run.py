@@ -234,8 +234,9 @@ def run(options: PeersOptions, narrate: Callable[[str], None]) -> PeersResult:
             buffer_bytes=options.buffer_bytes,
             client_bytes=options.client_bytes,
             page_bytes=max(options.page_bytes),
-            # Room for extents that are cut to other sizes, and below the watermark at which eviction begins.
-            pool_bytes=max(128 << 20, math.ceil(options.resident_bytes * 1.3) + (128 << 20)),
+            # Room as in a pool in use: for extents that are cut to other sizes, below the watermark at which eviction begins, and for slots
+            # that are granted ahead.
+            pool_bytes=math.ceil(options.resident_bytes * 1.3) + (512 << 20),
             workers=workers,
             sglang_python=options.sglang_python or _found("sglang"),
             peers_python=options.peers_python or _found("peers"),
