@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from typing import Final, NamedTuple
 
 import msgspec
@@ -20,8 +21,16 @@ PAGES_MAX: Final = 32
 BYTES_MAX: Final = 16 << 20
 #: Grants that a store keeps at a time, of all kinds.
 GRANTS_MAX: Final = 4
+#: They are not written to when they were asked for longer ago than this, seconds, nor than half a lease: far less than a server lets pass
+#: between a reserve and its commit before it puts the slots in quarantine, and less than it lets pass before it takes a client for silent.
+AGE_MAX_S: Final = 5.0
 #: Puts of a kind that do without, from one on whose pages were there already: others store the same at this time.
 PAUSE_PUTS: Final = 16
+
+
+def oldest(lease_s: float) -> float:
+    """When what may be written to now was asked for at the earliest, monotonic seconds."""
+    return time.monotonic() - min(AGE_MAX_S, lease_s / 2)
 
 
 class Kind(NamedTuple):

@@ -36,7 +36,7 @@ from maru_core.protocol import (
 from maru_core.rdma import TransferError
 from maru_core.reach import Reach
 from maru_core.session import Session
-from maru_core.spares import BYTES_MAX, PAGES_MAX, Kind, Spare, Spares
+from maru_core.spares import BYTES_MAX, PAGES_MAX, Kind, Spare, Spares, oldest
 
 log = logging.getLogger("maru.store")
 
@@ -368,7 +368,7 @@ class Transfers:
         """Copy into slots that are there ahead, and store, in one message. False where nothing was stored and a reserve may help."""
         count = len(hashes) // HASH_BYTES
         # What was asked for long ago may already be someone else's, or be about to: it is not written to.
-        spare = self._spares.take(kind, count, time.monotonic() - life.lease_s / 2)
+        spare = self._spares.take(kind, count, oldest(life.lease_s))
         if spare is None:
             return False
         slots, offsets = np.frombuffer(spare.slots, "<u4"), np.frombuffer(spare.offsets, "<u8")
@@ -418,7 +418,7 @@ class Transfers:
 
     def return_spares(self, life: StoreLife) -> None:
         """Give back what has been waiting for a put for too long. To be called now and then."""
-        for spare in self._spares.stale(life.epoch, time.monotonic() - life.lease_s / 2):
+        for spare in self._spares.stale(life.epoch, oldest(life.lease_s)):
             self._session.give_back(spare.slots, spare.generations, epoch=life.epoch)
 
     def _commit(self, life: StoreLife, packed: tuple[bytes, bytes], sums: bytes) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from maru_core.errors import ClosedError
 from maru_core.mover import Fragments
 from maru_core.protocol import ROOT, Stored, StoreStatus
 from maru_core.protocol import Store as StoreMessage
-from maru_core.spares import GRANTS_MAX, PAGES_MAX, PAUSE_PUTS, Kind, Spare, Spares
+from maru_core.spares import AGE_MAX_S, GRANTS_MAX, PAGES_MAX, PAUSE_PUTS, Kind, Spare, Spares
 from maru_core.store import Store
 from maru_core.store_config import StoreConfig
 from support import ServerProcess, await_condition, hashes, impatient, namespace, running_server
@@ -151,16 +152,16 @@ def test_half_of_them_there_already(side: Callable[..., Side]) -> None:
     assert two.get(chain) == [True] * 4
 
 
-def test_what_was_granted_long_ago_is_not_written_to(
-    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("lease_s", [2.0, 3600.0])
+def test_what_was_granted_long_ago_is_not_written_to(side: Callable[..., Side], lease_s: float) -> None:
+    """Not after half a lease, and not after a while either: a server does not wait for ever for what it has reserved."""
     one = side()
     warm(one)
     (grant,) = one.store._transfers._spares._grants
-    life = one.store._lives.current()
+    life = one.store._lives.life = msgspec.structs.replace(one.store._lives.current(), lease_s=lease_s)
     memory = life.reach.memory
     assert memory is not None
-    old = Spare(grant.kind, grant.asked - life.lease_s, grant.slots, grant.offsets, grant.generations)
+    old = Spare(grant.kind, grant.asked - min(AGE_MAX_S, lease_s / 2), grant.slots, grant.offsets, grant.generations)
     one.store._transfers._spares._grants[:] = [old]
     before = [memory.data[int(at) - memory.geometry.off_data] for at in np.frombuffer(old.offsets, "<u8")]
     assert one.put(hashes(4, 1)) == [True] * 4
@@ -187,7 +188,7 @@ def test_a_new_life_begins_without(side: Callable[..., Side], server: ServerProc
     server.kill()
     server.start()
     await_condition(lambda: one.put(hashes(4, 1)) == [True] * 4, "nothing is stored after a restart")
-    assert one.asked == ["Reserve", "Commit"]
+    assert one.asked[-2:] == ["Reserve", "Commit"]
     assert two.store._lives.current()
     await_condition(lambda: two.get(hashes(4, 1)) == [True] * 4, "what was stored is not found")
 
