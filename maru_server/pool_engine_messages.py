@@ -30,6 +30,9 @@ from maru_core.protocol import (
     Reserve,
     Reserved,
     ReserveStatus,
+    Store,
+    Stored,
+    StoreStatus,
     Touch,
     Unhold,
     Validate,
@@ -44,6 +47,7 @@ from maru_server.requests import (
     check_match,
     check_request,
     check_reserve,
+    check_store,
     count_hashes,
     split_hashes,
 )
@@ -73,6 +77,7 @@ class JointEngineMessages:
             Match: self._match,
             Unhold: self._unhold,
             Reserve: self._reserve,
+            Store: self._store,
             Commit: self._commit,
             Release: self._release,
             Validate: self._validate,
@@ -201,6 +206,13 @@ class JointEngineMessages:
                 nowhere,
             )
         return self._told(self._ask(pool, message, session, now, space[pool]), pool)
+
+    def _store(self, message: Store, session: Session, time: float, now: float) -> Reply:
+        """Nothing was granted ahead."""
+        check_store(message)
+        self._space(message.namespace, session)
+        check_reserve(message, self._extent_bytes)
+        return Stored(message.rid, self._incarnation, StoreStatus.GONE)
 
     def _commit(self, message: Commit, session: Session, time: float, now: float) -> Reply:
         status = np.zeros(len(message.slots) // 4, np.uint8)

@@ -57,7 +57,9 @@ class Side:
 
     @property
     def reserved(self) -> int:
-        return int(self.store.stats()["server_slots_reserved"])
+        """Slots that are somebody's to write to, or might be."""
+        stats = self.store.stats()
+        return int(stats["server_slots_reserved"]) + int(stats["server_slots_quarantined"])
 
 
 def contents(pages: bytes) -> Any:
@@ -267,10 +269,32 @@ def test_a_closed_session_writes_to_none(side: Callable[..., Side]) -> None:
     assert one.session._holding == 0
 
 
+def test_a_session_that_is_closed_at_that_moment_writes_to_none(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever closes it has seen that nothing was being written, or will see that something is."""
+    one = side()
+    warm(one)
+    hold = one.session._hold
+
+    def closed_meanwhile(life: Any, change: int) -> None:
+        hold(life, change)
+        one.session._closed = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.session, "_hold", closed_meanwhile)
+        with pytest.raises(ClosedError):
+            one.session.begin_writing(4, epoch=one.session.epoch)
+    assert one.session._holding == 0
+    one.session._closed = False
+
+
 def test_a_session_says_goodbye_while_it_has_spares(side: Callable[..., Side]) -> None:
     """They are not being written: they return at once, and not when the process is found dead."""
     one, two = side(), side()
     warm(one)
+    assert one.put(hashes(4, 1)) == [True] * 4
+    assert one.asked == ["Store"]
     assert two.reserved == 4
     one.store.close()
     await_condition(lambda: two.reserved == 0, "spares outlive their session")

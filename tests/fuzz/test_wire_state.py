@@ -53,6 +53,10 @@ class Scene:
             p.Unhold(1, session, number, b"request"),
             p.Reserve(1, session, number, "kv", 0, 1, hashes[-32:], chain("n", 3), 4000),
             p.Reserve(1, session, number, "tp", 1, 2, p.ROOT, chain("m", 2), 9000),
+            p.Reserve(1, session, number, "kv", 0, 1, hashes[-32:], chain("n", 3), 4000, chain("spare", 2)),
+            p.Store(
+                1, session, number, "kv", 0, 1, p.ROOT, chain("o", 2), 4000, bytes(8), bytes(16), b"", chain("spare", 2)
+            ),
             p.Commit(1, session, slots, generations),
             p.Commit(1, session, slots, generations, bytes(8 * (len(slots) // 4))),
             p.Release(1, session, slots, generations),

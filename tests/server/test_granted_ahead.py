@@ -169,6 +169,27 @@ def test_spares_are_for_what_they_were_granted(server: Server, client: Client, o
     assert server.meta.tobytes() == before
 
 
+def test_spares_of_one_shard_are_not_another_shards(server: Server, client: Client) -> None:
+    for shard in (0, 1):
+        client.store(chain("w", 1), shard=shard, world=2)
+    _, ahead = ask(client, chain("a", 1), names(0, 2), world=2)
+    assert len(ahead) == 2
+    assert store(client, chain("b", 2), ahead, shard=1, world=2).status == GONE
+    assert store(client, chain("b", 2), ahead, world=2).status == STORED
+
+
+def test_a_namespace_whose_rows_look_alike(server: Server, client: Client) -> None:
+    """The same rows are pages being written there, of the same component and length."""
+    elsewhere = server.client("elsewhere", tag="another namespace")
+    elsewhere.store(chain("first", 1))
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    for name in "xyz":
+        elsewhere.reserve(chain(name, 1))
+    before = server.meta.tobytes()
+    assert store(client, chain("b", 2), ahead, namespace=elsewhere.namespace).status == GONE
+    assert server.meta.tobytes() == before
+
+
 def test_spares_are_nobody_elses(server: Server, client: Client) -> None:
     other = server.client("other")
     elsewhere = server.client("elsewhere", tag="another namespace")
@@ -259,13 +280,20 @@ def test_none_are_granted_where_room_is_short() -> None:
 def test_none_are_granted_beyond_a_quota_or_a_share() -> None:
     shape = geometry(32, 64)
     slots = 64 * shape.extent_count
-    for options in ({"quotas": {"": 10.5 / slots}}, {"session_share": 10.5 / slots}, {"session_reservations": 1}):
+    for options in (
+        {"quotas": {"": 10.5 / slots}},
+        {"session_share": 10.5 / slots},
+        {"session_reservations": 1},
+        {"max_reservations": 1},
+    ):
         server = Server(shape, **options)
         client = server.client()
         client.store(chain("first", 1))
         grant, ahead = ask(client, chain("a", 4), names(0, 9))
         assert (grant.status, len(ahead)) == ([0] * 4, 0), options
-        assert len(ask(client, chain("b", 1), names(1, 2))[1]) == (0 if "session_reservations" in options else 2)
+        assert len(ask(client, chain("b", 1), names(1, 2))[1]) == (
+            0 if {"session_reservations", "max_reservations"} & options.keys() else 2
+        )
 
 
 def test_names_that_are_pages_are_not_granted(server: Server, client: Client) -> None:
@@ -277,14 +305,22 @@ def test_names_that_are_pages_are_not_granted(server: Server, client: Client) ->
         client.delete(chain("a", 1))
 
 
+def test_names_that_are_pages_are_not_granted_with_a_store_either(server: Server, client: Client) -> None:
+    _, ahead = ask(client, chain("a", 1), names(0, 2))
+    before = server.meta.tobytes()
+    for wrong in (chain("a", 1), chain("b", 1), names(0, 1), ROOT):
+        assert store(client, chain("b", 2), ahead, spares=wrong).status == KNOWN
+    assert server.meta.tobytes() == before
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"slots": b"1234"}, "send 4, 8 and 8"),
         ({"generations": b""}, "send 4, 8 and 8"),
         ({"checksums": bytes(8)}, "send 4, 8 and 8"),
-        ({"hashes": b""}, "0 pages"),
-        ({"hashes": names(9, SPARES_MAX + 1)}, "65 pages"),
+        ({"hashes": b""}, "0 pages to be stored"),
+        ({"hashes": names(9, SPARES_MAX + 1)}, "65 pages to be stored"),
         ({"spares": b"123"}, "spares has 3 bytes"),
         ({"spares": names(9, SPARES_MAX + 1)}, "spares has 2080 bytes"),
         ({"shard": 5}, "shard is 5"),

@@ -25,6 +25,9 @@ def requests(session: int, number: int, rid: int) -> list[p.Request]:
         p.Match(rid, session, number, ["kv"], 0, KEYS),
         p.Unhold(rid, session, number, b"request"),
         p.Reserve(rid, session, number, "kv", 0, 1, p.ROOT, KEYS, 1000),
+        p.Store(
+            rid, session, number, "kv", 0, 1, p.ROOT, KEYS, 1000, *(bytes(len(KEYS) // 32 * size) for size in (4, 8))
+        ),
         p.Commit(rid, session, slots, generations),
         p.Release(rid, session, slots, generations),
         p.Touch(session, number, KEYS),
