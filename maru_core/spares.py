@@ -28,9 +28,14 @@ AGE_MAX_S: Final = 5.0
 PAUSE_PUTS: Final = 16
 
 
+def now() -> float:
+    """Seconds, also those for which the machine slept: others go on meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def oldest(lease_s: float) -> float:
-    """When what may be written to now was asked for at the earliest, monotonic seconds."""
-    return time.monotonic() - min(AGE_MAX_S, lease_s / 2)
+    """When what may be written to now was asked for at the earliest, see :func:`now`."""
+    return now() - min(AGE_MAX_S, lease_s / 2)
 
 
 class Kind(NamedTuple):
@@ -45,7 +50,7 @@ class Kind(NamedTuple):
 
 
 class Spare(msgspec.Struct, frozen=True, gc=False):
-    """Slots of one grant, packed; ``asked`` is when they were asked for, monotonic seconds."""
+    """Slots of one grant, packed; ``asked`` is when they were asked for, see :func:`now`."""
 
     kind: Kind
     asked: float
@@ -119,10 +124,10 @@ class Spares:
             self._pauses = {kind: PAUSE_PUTS}  # of the last kind alone: kinds are few, and lives many
 
     def stale(self, epoch: int, oldest: float) -> list[Spare]:
-        """Take out what was asked for before ``oldest``; what is of another life than ``epoch`` is forgotten."""
+        """Take out what was asked for before ``oldest``, and what is of another life than ``epoch``."""
         with self._lock:
             if not self._grants:
                 return []
-            mine = [grant for grant in self._grants if grant.kind.epoch == epoch]
-            self._grants = [grant for grant in mine if grant.asked >= oldest]
-            return [grant for grant in mine if grant.asked < oldest]
+            every = self._grants
+            self._grants = [grant for grant in every if grant.asked >= oldest and grant.kind.epoch == epoch]
+            return [grant for grant in every if grant.asked < oldest or grant.kind.epoch != epoch]

@@ -36,7 +36,7 @@ from maru_core.protocol import (
 from maru_core.rdma import TransferError
 from maru_core.reach import Reach
 from maru_core.session import Session
-from maru_core.spares import BYTES_MAX, PAGES_MAX, Kind, Spare, Spares, oldest
+from maru_core.spares import BYTES_MAX, PAGES_MAX, Kind, Spare, Spares, now, oldest
 
 log = logging.getLogger("maru.store")
 
@@ -312,14 +312,14 @@ class Transfers:
 
         Where all pages are new, as most are, nothing here is done for each of them: numpy's first steps after a pause cost as much as
         a message."""
-        asked = time.monotonic()
+        asked, granted_at = time.monotonic(), now()
         count = len(stored)
         names = b"" if kind is None else self._spares.names(kind, count)
         reserved = self._session.reserve(
             life.namespace, component, shard, world, parent, hashes, buffers.nbytes, spares=names, epoch=life.epoch
         )
         if kind is not None:
-            self._keep(kind, asked, reserved)
+            self._keep(kind, granted_at, reserved)
         mine: slice | npt.NDArray[np.intp] = slice(None)
         slots, offsets = np.frombuffer(reserved.slots, "<u4"), np.frombuffer(reserved.offsets, "<u8")
         packed, part = (reserved.slots, reserved.generations), buffers
@@ -382,7 +382,7 @@ class Transfers:
             except BaseException:
                 self._session.end_writing(count, epoch=epoch)
                 raise
-            names, asked = self._spares.names(kind, count), time.monotonic()
+            names, asked = self._spares.names(kind, count), now()
             reply = self._session.store(
                 kind.namespace,
                 kind.component,
@@ -417,7 +417,8 @@ class Transfers:
             self._spares.add(Spare(kind, asked, reply.spare_slots, reply.spare_offsets, reply.spare_generations))
 
     def return_spares(self, life: StoreLife) -> None:
-        """Give back what has been waiting for a put for too long. To be called now and then."""
+        """Give back what has been waiting for a put for too long, and what was granted in a life that is over: nobody writes to that, and a
+        server that was restarted keeps it for this client. To be called now and then."""
         for spare in self._spares.stale(life.epoch, oldest(life.lease_s)):
             self._session.give_back(spare.slots, spare.generations, epoch=life.epoch)
 

@@ -259,28 +259,31 @@ static void write_records(uint64_t *records, const uint64_t *offsets, const uint
 
 static PyObject *describe(PyObject *module, PyObject *args) {
     PyObject *records_object, *offsets_object, *generations_object, *holders_object, *tree, *slots_object, *result = NULL;
-    PyObject *child_object, *objects_object, *pending_object, *rows_object;
+    PyObject *parent_object, *child_object, *objects_object, *pending_object, *rows_object;
     Arrays arrays = {.opened = 0};
     const char *granted, *chain;
     Py_ssize_t granted_bytes, chain_bytes;
     long long now_ns;
     unsigned long long owner, share, length;
     unsigned namespace, component, shard, world, holder;
-    size_t record_count, offset_count, generation_count, holder_count, child_count, objects_count, pending_count, row_count, count;
+    size_t record_count, offset_count, generation_count, holder_count, parent_count, child_count, objects_count, pending_count, row_count;
+    size_t count;
     uint64_t *records, *offsets, *generations, common[RECORD_WORDS];
     const uint32_t *slots, *holders, *objects, *pending;
-    const int32_t *children;
+    const int32_t *parents, *children;
     const int64_t *rows;
+    long long above;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOO!OIy#y#LIIIIKKK", &records_object, &offsets_object, &generations_object, &holders_object,
-                          &PyTuple_Type, &tree, &slots_object, &holder, &granted, &granted_bytes, &chain, &chain_bytes, &now_ns, &namespace, &component, &shard, &world,
+    if (!PyArg_ParseTuple(args, "OOOOO!OIy#y#LLIIIIKKK", &records_object, &offsets_object, &generations_object, &holders_object,
+                          &PyTuple_Type, &tree, &slots_object, &holder, &granted, &granted_bytes, &chain, &chain_bytes, &above, &now_ns, &namespace, &component, &shard, &world,
                           &length, &owner, &share))
         return NULL;
     if ((records = open_array(&arrays, records_object, 8 * RECORD_WORDS, 1, &record_count, "records")) == NULL ||
         (offsets = open_array(&arrays, offsets_object, 8, 0, &offset_count, "offsets")) == NULL ||
         (generations = open_array(&arrays, generations_object, 8, 0, &generation_count, "generations")) == NULL ||
         (holders = open_array(&arrays, holders_object, 4, 0, &holder_count, "holders")) == NULL ||
-        !PyArg_ParseTuple(tree, "OOOO", &child_object, &objects_object, &pending_object, &rows_object) ||
+        !PyArg_ParseTuple(tree, "OOOOO", &parent_object, &child_object, &objects_object, &pending_object, &rows_object) ||
+        (parents = open_array(&arrays, parent_object, 4, 0, &parent_count, "parent")) == NULL ||
         (children = open_array(&arrays, child_object, 4, 0, &child_count, "child")) == NULL ||
         (objects = open_array(&arrays, objects_object, 4, 0, &objects_count, "objects")) == NULL ||
         (pending = open_array(&arrays, pending_object, 4, 0, &pending_count, "pending")) == NULL ||
@@ -293,13 +296,14 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "describe: slots, generations and hashes do not go together, or a number is out of range");
         goto done;
     }
-    /* All of them still this reservation's, as they were granted; and nothing else hangs on their pages, which are to have other names. */
+    /* All of them still this reservation's, as they were granted. Their pages, which are to have other names and another parent, each hang
+     * at the root, nothing hangs on them, and none of them is that parent. */
     for (size_t i = 0; i < count; i++) {
         uint64_t generation;
         memcpy(&generation, granted + 8 * i, 8);
         if (slots[i] >= record_count || holders[slots[i]] != holder || generations[slots[i]] != generation ||
             get_state(records + (size_t)slots[i] * RECORD_WORDS) != RESERVED || rows[i] < 0 || (size_t)rows[i] >= child_count ||
-            (size_t)rows[i] >= objects_count || (size_t)rows[i] >= pending_count || children[rows[i]] >= 0 || objects[rows[i]] ||
+            (size_t)rows[i] >= parent_count || parents[rows[i]] != ROOT_ROW || rows[i] == above || (size_t)rows[i] >= objects_count || (size_t)rows[i] >= pending_count || children[rows[i]] >= 0 || objects[rows[i]] ||
             pending[rows[i]] != 1) {
             result = Py_NewRef(Py_False);
             goto done;
@@ -383,8 +387,8 @@ static PyObject *book(PyObject *module, PyObject *args) {
         goto done;
     }
     for (size_t i = 0; i < count; i++)
-        if (rows[i] < 0 || (size_t)rows[i] >= rows_max || rows[i] >= (int64_t)UINT32_MAX) {
-            PyErr_Format(PyExc_ValueError, "book: row %lld is outside the columns", (long long)rows[i]);
+        if (rows[i] < 0 || (size_t)rows[i] >= rows_max || rows[i] >= (int64_t)UINT32_MAX || rows[i] == above) {
+            PyErr_Format(PyExc_ValueError, "book: row %lld is outside the columns, or its own parent", (long long)rows[i]);
             goto done;
         }
     if (mode != RENAMED && !slots_are(records, record_count, slots, count, RESERVED))
@@ -576,10 +580,11 @@ static PyMethodDef methods[] = {
      "other names to rows that are in no index now and were apart, as a chain below `above` (2). `chain` is the parent's hash and those of\n"
      "the pages; `share` is what the names of namespace and component add to the check of a record."},
     {"describe", describe, METH_VARARGS,
-     "describe(records, offsets, generations, holders, (child, objects, pending, rows), slots, holder, granted, chain, now_ns, namespace, component, shard, world, nbytes,\n"
-     "         owner, share) -> bool\n\n"
+     "describe(records, offsets, generations, holders, (parent, child, objects, pending, rows), slots, holder, granted, chain, above, now_ns, namespace, component, shard, world,\n"
+     "         nbytes, owner, share) -> bool\n\n"
      "Write the records of a chain into reserved slots; False, with nothing written, where one of them is not the reservation's any more\n"
-     "(`holders` has the number of each slot's, `granted` the generations that it gave), or where its page has more than this object."},
+     "(`holders` has the number of each slot's, `granted` the generations that it gave), or where its page is not apart, has more than this object, or is row `above`,\n"
+     "below which the chain is to hang."},
     {"commit", commit, METH_VARARGS, "commit(records, changes, slots): publish reserved slots, without checksums."},
     {"publish", publish, METH_VARARGS,
      "publish(child, objects, pending, last_use, have, rows, now_ns) -> rows without children\n\n"

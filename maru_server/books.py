@@ -112,6 +112,7 @@ def open_books(
         reservations=config.session_reservations,
         reserved_bytes=int(config.session_share * pool_bytes),
     )
+    pages.new_chains.allow_spares(min(config.quarantine_s, config.restart_quarantine_s))
     names = Names(directory)
     before_writing()
     names.drop_unused(found.trees)

@@ -121,6 +121,8 @@ class Limits:
             account.pages_left -= len(message.hashes) // HASH_BYTES * len(message.components)  # type: ignore[union-attr]
         elif kind in _PAGED:
             account.pages_left -= len(message.hashes) // HASH_BYTES  # type: ignore[union-attr]
+            if kind is Reserve or kind is Store:
+                account.pages_left -= len(message.spares) // HASH_BYTES  # type: ignore[union-attr]
         elif kind in _DEAR:
             account.pages_left -= min(_DEAR_PAGES, self.pages_per_s / 4)
         return True

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Spares are granted where this many times as many slots of the size are free: never by eviction, and never the last ones.
 SPARE_ROOM: Final = 4
+#: Nothing is granted ahead where slots are in quarantine for less than this, seconds: many times :data:`maru_core.spares.AGE_MAX_S`.
+SPARE_QUARANTINE_S: Final = 60.0
 #: What is booked, as ``_store.book`` has it.
 _CHAIN, _APART, _RENAMED = range(3)
 
@@ -75,6 +77,12 @@ class NewChains:
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self._compiled = pages.directory.compiled
+        self._allowed = True
+
+    def allow_spares(self, quarantine_s: float) -> None:
+        """Slots are granted ahead only by a server that keeps every slot in quarantine for so long at least: a client writes to a spare
+        without asking, for some seconds after it was granted, and must never meet another's page there."""
+        self._allowed = quarantine_s >= SPARE_QUARANTINE_S
 
     # ------------------------------------------------------------ reserve
 
@@ -116,7 +124,7 @@ class NewChains:
     def _spares(self, what: Objects, slot_bytes: int, count: int, wanted: int) -> int:
         """How many spares are granted beside ``count`` slots: as many as are wanted, or none."""
         everything = count + wanted
-        free = wanted and self._pages.slabs.available(slot_bytes) >= SPARE_ROOM * everything
+        free = wanted and self._allowed and self._pages.slabs.available(slot_bytes) >= SPARE_ROOM * everything
         # They are one reservation more.
         pages, account = self._pages, what.session.account
         free = free and len(pages.reservations.live) + 2 <= pages.reservations.limit
@@ -154,6 +162,7 @@ class NewChains:
             slot_bytes,
         )
         reservation.slots_blob, reservation.generations_blob = packed, generations
+        reservation.spare = mode == _APART
 
     def _fill_in(
         self, mode: int, what: Objects, rows: Rows, slots: Slots, generations: bytes, chain: bytes, above: int
@@ -217,11 +226,12 @@ class NewChains:
             directory.slot_offsets,
             directory.generations,
             pages.reservations.holders,
-            (tree.child, tree.objects, tree.pending, rows),
+            (tree.parent, tree.child, tree.objects, tree.pending, rows),
             mine,
             reservation.number,
             generations,
             parent + hashes,
+            above,
             what.now_ns,
             tree.number,
             what.component,
@@ -232,25 +242,31 @@ class NewChains:
             directory.share(tree.number, what.component),
         ):
             return StoreStatus.GONE, Spare()
-        directory.commit(mine, np.frombuffer(checksums, "<u8") if checksums else None)
-        slot_bytes = reservation.slot_bytes
-        ahead = self._spares(what, slot_bytes, 0, len(spares) // HASH_BYTES)
-        if ahead:
-            more = pages.slabs.allocate(slot_bytes, ahead)
-            spare = Spare(more.tobytes(), *directory.claim_packed(more))
 
         def keep_books() -> None:
             index.remove(rows)
             self._fill_in(_RENAMED, what, rows, mine, generations, parent + hashes, above)
             pages.back_again(tree, rows, hashes)
             self._published(reservation, rows, mine, what.now_ns)
-            if ahead:
-                self._book(_APART, what, more, spare.slots, spare.generations, ROOT + spares, ROOT_ROW)
 
+        directory.commit(mine, np.frombuffer(checksums, "<u8") if checksums else None)
+        # Before anything else is tried: what the pool says is what the books must say.
         pages.later(keep_books)
         pages.counts["reserved"] += count
         tree.counts["reserved"] += count
-        return StoreStatus.STORED, spare if ahead else Spare()
+        return StoreStatus.STORED, self._grant(what, reservation.slot_bytes, spares)
+
+    def _grant(self, what: Objects, slot_bytes: int, spares: bytes) -> Spare:
+        """Slots ahead for the next store, if there are any."""
+        ahead = self._spares(what, slot_bytes, 0, len(spares) // HASH_BYTES)
+        if not ahead:
+            return Spare()
+        slots = self._pages.slabs.allocate(slot_bytes, ahead)
+        spare = Spare(slots.tobytes(), *self._pages.directory.claim_packed(slots))
+        self._pages.later(
+            lambda: self._book(_APART, what, slots, spare.slots, spare.generations, ROOT + spares, ROOT_ROW)
+        )
+        return spare
 
     def _granted(self, what: Objects, slots: bytes, generations: bytes) -> tuple[Reservation | None, int]:
         """The live reservation of which these slots are a run, and where it begins; that it still has them is still to be seen."""
@@ -258,7 +274,9 @@ class NewChains:
         if first >= self._pages.directory.geometry.slot_count:
             return None, 0
         reservation = self._pages.reservations.of_slot(first)
-        if reservation is None or reservation.session is not what.session or reservation.page is None:
+        if reservation is None or not reservation.spare:
+            return None, 0
+        if reservation.session is not what.session or reservation.page is None:
             return None, 0
         page = reservation.page
         if page.tree is not what.tree or page.component != what.component or page.shard != what.shard:

@@ -83,6 +83,7 @@ class Reservation:
     owner: int = 0  # of a former server's, whose client is known: as the records say
     slots_blob: bytes = b""  # as told to the client, to recognise a commit of all of it at one glance
     generations_blob: bytes = b""
+    spare: bool = False  # granted ahead, for pages with made-up names: see maru_server.new_chains
 
     def remember_blobs(self) -> None:
         """Keep what the client is told, packed as it will come back."""

@@ -202,6 +202,60 @@ def test_spares_are_nobody_elses(server: Server, client: Client) -> None:
     assert other.match(chain("b", 2)).pages == 2
 
 
+@pytest.mark.parametrize("below", [0, 1, 2])
+def test_a_chain_never_hangs_below_itself(server: Server, client: Client, below: int) -> None:
+    """The client knows the names that it made up, and gives one of them as the page before its chain."""
+    _, ahead = ask(client, chain("a", 1), names(0, 3))
+    before = server.meta.tobytes()
+    parent = names(0, 3)[32 * below : 32 * below + 32]
+    assert store(client, chain("b", 3), ahead, parent=parent).status == GONE
+    assert server.meta.tobytes() == before
+    # Below another of them it may: that one is then no spare any more.
+    if below:
+        assert store(client, chain("b", 1), ahead, parent=parent).status == STORED
+        assert store(client, chain("c", 1), ahead, below).status == GONE
+    assert client.reserve(chain("d", 1), parent=chain("b", 1)).status == [0]  # looks for the top of that chain
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_was_reserved_as_ever_is_no_spare(server: Server, client: Client, committed: bool) -> None:
+    """Its pages have their places in the tree: whatever a client sends, they do not go elsewhere."""
+    grant = client.reserve(chain("b", 3))
+    if committed:
+        client.commit(grant, slice(0, 2))
+    slots, generations = grant.mine()
+    mine = Ahead(Reserved(0, 0, b"", b"", b"", b"", slots.tobytes(), b"", generations.tobytes()))
+    before = server.meta.tobytes()
+    for at in range(3):
+        assert store(client, chain("c", 1), mine, at).status == GONE
+    assert server.meta.tobytes() == before
+    assert set(client.commit(grant)) == {0}
+    assert client.match(chain("b", 3)).pages == 3
+
+
+def test_none_are_granted_where_quarantine_is_short() -> None:
+    """Their holder writes without asking for some seconds, whatever became of them."""
+    for options in ({"quarantine_s": 59.0}, {"restart_quarantine_s": 59.0}, {"quarantine_s": 60.0}):
+        server = Server(geometry(32, 64), **options)
+        client = server.client()
+        client.store(chain("first", 1))
+        assert len(ask(client, chain("a", 1), names(0, 2))[1]) == (2 if options == {"quarantine_s": 60.0} else 0)
+
+
+def test_they_count_as_pages_that_were_asked_for() -> None:
+    """Or a client could take slots at many times the rate that it may have pages at."""
+    server = Server(geometry(64, 64), session_page_rate=100.0)
+    client = server.client()
+    client.store(chain("first", 1))
+    server.now += 10
+    _, ahead = ask(client, chain("a", 1), names(0, 60))
+    assert len(ahead) == 60
+    assert store(client, chain("b", 1), ahead, spares=names(1, 60)).status == STORED
+    reply = client.reserve_reply(chain("c", 1))
+    assert isinstance(reply, Error)
+    assert reply.code == "rate"
+
+
 def test_each_is_stored_once(server: Server, client: Client) -> None:
     _, ahead = ask(client, chain("a", 1), names(0, 4))
     assert store(client, chain("b", 2), ahead).status == STORED
