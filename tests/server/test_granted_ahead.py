@@ -217,6 +217,12 @@ def test_a_chain_never_hangs_below_itself(server: Server, client: Client, below:
     assert client.reserve(chain("d", 1), parent=chain("b", 1)).status == [0]  # looks for the top of that chain
 
 
+def test_a_page_that_stands_alone_is_no_spare_either(server: Server, client: Client) -> None:
+    slots, generations = client.reserve(chain("b", 1)).mine()
+    mine = Ahead(Reserved(0, 0, b"", b"", b"", b"", slots.tobytes(), b"", generations.tobytes()))
+    assert store(client, chain("c", 1), mine).status == GONE
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_what_was_reserved_as_ever_is_no_spare(server: Server, client: Client, committed: bool) -> None:
     """Its pages have their places in the tree: whatever a client sends, they do not go elsewhere."""
