@@ -4,6 +4,8 @@ that is not there."""
 from __future__ import annotations
 
 import hashlib
+import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,27 @@ from hypothesis import strategies as st
 from maru_harness import Client, Grant, Server, chain, geometry
 
 from maru_core.pool.format import COMMITTED
-from maru_core.protocol import HASH_BYTES, ROOT, SPARES_MAX, Error, Evict, Reserved, Store, Stored, StoreStatus
+from maru_core.protocol import (
+    HASH_BYTES,
+    ROOT,
+    SPARES_MAX,
+    Clear,
+    Commit,
+    Delete,
+    Done,
+    Error,
+    Evict,
+    Goodbye,
+    Hold,
+    Match,
+    Pin,
+    Release,
+    Reserve,
+    Reserved,
+    Store,
+    Stored,
+    StoreStatus,
+)
 from maru_server import directory as directory_module
 from maru_server.new_chains import SPARE_ROOM
 
@@ -42,8 +64,6 @@ def names(seed: object, count: int) -> bytes:
 
 def ask(client: Client, hashes: bytes, spares: bytes, **options: Any) -> tuple[Grant, Ahead]:
     """Reserve and commit pages, and have spares."""
-    from maru_core.protocol import Reserve
-
     values = {"component": "kv", "shard": 0, "world": 1, "parent": ROOT, "nbytes": 4000, **options}
     reply = client.send(
         Reserve(
@@ -272,7 +292,6 @@ def test_each_is_stored_once(server: Server, client: Client) -> None:
 
 
 def test_what_was_given_back_is_gone(client: Client) -> None:
-    from maru_core.protocol import Done, Release
 
     _, ahead = ask(client, chain("a", 1), names(0, 4))
     reply = client.send(Release(5, client.session, ahead.slots[4:8], ahead.generations[8:16]))
@@ -288,7 +307,6 @@ def test_what_was_given_back_is_gone(client: Client) -> None:
 
 def test_a_silent_client_has_lost_them(server: Server, client: Client) -> None:
     """Its slots are in quarantine, and are not stored when it wakes up; when it says that it is done with them they are free."""
-    from maru_core.protocol import Release
 
     _, ahead = ask(client, chain("a", 1), names(0, 2))
     server.wait(server.config.lease_s + 2)
@@ -483,3 +501,73 @@ def test_whatever_happens_a_page_has_the_slot_in_which_it_was_written(steps: lis
                     assert (slot, place.generations[at]) in written[page]
                     record = server.directory.records[slot]
                     assert (record["state"], record["page_hash"].tobytes()) == (COMMITTED, page)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_that_clients_send_breaks_the_books(seed: int) -> None:
+    """Clients that mean harm: names of pages and made-up ones are the same few, and every name may be a page, its parent or a spare's; slots
+    and generations are whatever anybody was told, of spares or not. All books are checked after every step; what is answered does not
+    matter."""
+    rnd = random.Random(seed)
+    few = [hashlib.sha256(f"name {number}".encode()).digest() for number in range(60)]
+    server = Server(geometry(40, 4), reservation_s=15.0)
+    clients = [server.client("one"), server.client("two"), server.client("three", tag="another namespace")]
+    for client in clients[1:]:
+        for component in ("kv", "swa"):
+            client.store(chain("first", 1), component=component)
+    #: Who was told of which slots and generations, for pages of which names and of which kind.
+    told: list[tuple[Client, bytes, bytes, bytes, tuple[str, int, int, int]]] = []
+    counts: Counter[StoreStatus] = Counter()
+
+    def some(most: int) -> bytes:
+        return b"".join(rnd.sample(few, rnd.randint(0, most)))
+
+    for _ in range(500):
+        server.now += rnd.choice([0.1, 0.1, 0.1, 3.0])
+        client = rnd.choice(clients)
+        what = rnd.random()
+        kind = (rnd.choice(["kv", "kv", "kv", "swa"]), 0, rnd.choice([1, 1, 1, 2]), rnd.choice([4000, 4000, 4001]))
+        pages, spares, parent = some(2), some(4), rnd.choice([ROOT, ROOT, *rnd.sample(few, 2)])
+        message: Any
+        if what < 0.35:
+            client.connect()
+            message = Reserve(1, client.session, client.namespace, *kind[:3], parent, pages, kind[3], spares)
+        elif what < 0.8 and told:
+            holder, slots, generations, names_, granted = told[-rnd.randint(1, min(6, len(told)))]
+            client, kind = rnd.choice([holder, holder, holder, client]), rnd.choice([granted, granted, granted, kind])
+            client.connect()
+            many = len(slots) // 4
+            at = rnd.randrange(many)
+            pages = b"".join(rnd.sample(few, rnd.randint(1, min(2, many - at))))
+            part = slots[4 * at :][: len(pages) // 8], generations[8 * at :][: len(pages) // 4]
+            parent = rnd.choice([parent, parent, *(names_[32 * n : 32 * n + 32] for n in range(many))])
+            if what < 0.45:
+                message = rnd.choice([Commit, Release])(1, client.session, *part)
+            else:
+                message = Store(
+                    1, client.session, client.namespace, *kind[:3], parent, pages, kind[3], *part, b"", spares
+                )
+        elif what < 0.9:
+            client.connect()
+            message = rnd.choice(
+                [
+                    Delete(1, client.session, client.namespace, rnd.choice(few)),
+                    Delete(1, client.session, client.namespace, rnd.choice(few)),
+                    Evict(1, client.session, rnd.randint(1, 9)),
+                    Clear(1, client.session, client.namespace),
+                    Match(1, client.session, client.namespace, ["kv"], 0, some(4), False, [], Hold(b"held", 2, 5.0)),
+                    Pin(1, client.session, client.namespace, rnd.choice(few)),
+                    Goodbye(client.session),
+                ]
+            )
+        else:
+            server.wait(rnd.choice([1, 1, 6, 20]), 5.0)
+            continue
+        reply = client.send(message)
+        if isinstance(reply, Stored):
+            counts[StoreStatus(reply.status)] += 1
+        if isinstance(reply, Reserved) and set(reply.status) == {0}:
+            told.append((client, reply.slots, reply.generations, pages, kind))
+        if isinstance(reply, Reserved | Stored) and reply.spare_slots:
+            told.append((client, reply.spare_slots, reply.spare_generations, spares, kind))
+    assert set(counts) == {STORED, KNOWN, GONE}, "not everything was tried"
