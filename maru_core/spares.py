@@ -1,12 +1,13 @@
 """Slots that a store has ahead: with them a put of a few pages is one message instead of two.
 
-They are granted with the answer to a put, as many as it had pages, for the next one of the same kind. They are as short-lived as any
+They are granted with the answer to a put, for the next few of the same kind. They are as short-lived as any
 reservation: what was asked for too long ago is not written to any more, for the server may have given it to others by then, and goes
 back. A put that finds none reserves as ever; nothing depends on them.
 """
 
 from __future__ import annotations
 
+import collections
 import secrets
 import threading
 import time
@@ -19,11 +20,15 @@ from maru_core.protocol import HASH_BYTES
 #: Pages of a put that may use them, and most bytes of all of its pages: where pages turn out to be there already, they were copied in vain.
 PAGES_MAX: Final = 32
 BYTES_MAX: Final = 16 << 20
+#: Puts like the one at hand that a grant is for: most puts then ask for nothing.
+PUTS_AHEAD: Final = 4
 #: Grants that a store keeps at a time, of all kinds.
 GRANTS_MAX: Final = 4
 #: They are not written to when they were asked for longer ago than this, seconds, nor than half a lease: far less than a server lets pass
 #: between a reserve and its commit before it puts the slots in quarantine, and less than it lets pass before it takes a client for silent.
 AGE_MAX_S: Final = 5.0
+#: Grants that were used in vain and wait to be given back; more than these are left to the session's end.
+DROPPED_MAX: Final = 64
 #: Puts of a kind that do without, from one on whose pages were there already: others store the same at this time.
 PAUSE_PUTS: Final = 16
 
@@ -78,6 +83,7 @@ class Spares:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._grants: list[Spare] = []
+        self._dropped: collections.deque[Spare] = collections.deque(maxlen=DROPPED_MAX)
         self._random = b""  # for names that are made up; drawn in one go, which costs as much as one name
         self._pauses: dict[Kind, int] = {}
 
@@ -102,7 +108,8 @@ class Spares:
             self._grants.append(grant)
 
     def names(self, kind: Kind, count: int) -> bytes:
-        """Made-up page hashes for as many slots as should be asked for ahead, where the put at hand has ``count`` pages."""
+        """Made-up page hashes for as many slots as should be asked for ahead, where the put at hand has ``count`` pages; none where there are
+        enough for the next one."""
         with self._lock:
             pause = self._pauses.get(kind, 0)
             if pause:
@@ -112,7 +119,7 @@ class Spares:
                 grant.kind == kind and grant.pages >= count for grant in self._grants
             ):
                 return b""
-            nbytes = HASH_BYTES * count
+            nbytes = HASH_BYTES * max(count, min(PUTS_AHEAD * count, PAGES_MAX, BYTES_MAX // kind.nbytes))
             if len(self._random) < nbytes:
                 self._random = secrets.token_bytes(HASH_BYTES * PAGES_MAX * 4)
             names, self._random = self._random[:nbytes], self._random[nbytes:]
@@ -123,11 +130,18 @@ class Spares:
         with self._lock:
             self._pauses = {kind: PAUSE_PUTS}  # of the last kind alone: kinds are few, and lives many
 
-    def stale(self, epoch: int, oldest: float) -> list[Spare]:
-        """Take out what was asked for before ``oldest``, and what is of another life than ``epoch``."""
+    def drop(self, spare: Spare) -> None:
+        """What was taken is not used any more, and not known to be published: it is to be given back."""
         with self._lock:
-            if not self._grants:
+            self._dropped.append(spare)
+
+    def stale(self, epoch: int, oldest: float) -> list[Spare]:
+        """Take out what is to be given back: what was asked for before ``oldest``, what is of another life than ``epoch``, and what was
+        dropped."""
+        with self._lock:
+            if not self._grants and not self._dropped:
                 return []
-            every = self._grants
+            every, dropped = self._grants, list(self._dropped)
+            self._dropped.clear()
             self._grants = [grant for grant in every if grant.asked >= oldest and grant.kind.epoch == epoch]
-            return [grant for grant in every if grant.asked < oldest or grant.kind.epoch != epoch]
+            return dropped + [grant for grant in every if grant.asked < oldest or grant.kind.epoch != epoch]

@@ -398,8 +398,8 @@ class Transfers:
                 epoch=epoch,
             )
         except BaseException:
-            # Stored or not: nobody knows, and nobody writes there any more.
-            self._session.give_back(spare.slots, spare.generations, epoch=epoch)
+            # Stored or not: nobody knows, and nobody writes there any more. It goes back in whatever life comes next.
+            self._spares.drop(spare)
             raise
         if reply.status == StoreStatus.STORED:
             self._keep(kind, asked, reply)
@@ -409,7 +409,7 @@ class Transfers:
             self._spares.pause(kind)
             self._spares.add(spare)
         else:
-            self._session.give_back(spare.slots, spare.generations, epoch=epoch)
+            self._spares.drop(spare)
         return False
 
     def _keep(self, kind: Kind, asked: float, reply: Reserved | Stored) -> None:
