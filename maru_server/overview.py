@@ -55,7 +55,8 @@ class Overview:
         books = self._books
         counts, slabs, reservations = books.pages.counts, books.slabs, books.reservations
         slots = slabs.used_slots() - reservations.live_slots - reservations.quarantined_slots
-        pages, memory_bytes = sum(len(tree) for tree in books.trees.values()), self.memory_bytes()
+        pages = sum(map(len, books.trees.values())) - reservations.spares().total()
+        memory_bytes = self.memory_bytes()
         return {
             "incarnation": books.incarnation,
             "pool_uri": books.pool_uri,
@@ -100,20 +101,24 @@ class Overview:
             if not oldest.slot_bytes:
                 slots = oldest.slots[reservations.open(oldest)]
                 quarantined += int(books.directory.extents[slots // books.geometry.slots_per_extent].sum())
+        spares = reservations.spares()
         return Figures(
             stats=stats,
             counts=dict(books.pages.counts),
-            spaces=[self._space(number, tenant, record) for (tenant, record), number in books.names.namespaces.items()],
+            spaces=[
+                self._space(number, tenant, record, spares[number])
+                for (tenant, record), number in books.names.namespaces.items()
+            ],
             sizes=books.slabs.sizes(),
             sessions=dict(Counter(session.peer.tenant for session in books.sessions)),
             quarantined_bytes=quarantined,
             pools=[pool_row(books, agents, operator=True)],
         )
 
-    def _space(self, number: int, tenant: str, record: bytes) -> SpaceFigures:
+    def _space(self, number: int, tenant: str, record: bytes, spares: int) -> SpaceFigures:
         tree = self._books.trees[number]
         columns = [(table.length[: tree.size], table.have[: tree.size]) for table in tree.tables.values()]
-        return SpaceFigures(number, tenant, record, len(tree), dict(tree.counts), columns)
+        return SpaceFigures(number, tenant, record, len(tree) - spares, dict(tree.counts), columns)
 
     def memory_bytes(self) -> int:
         """Memory of the tables kept here, bytes, worked out from their sizes: what rises and falls with the pages."""

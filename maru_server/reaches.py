@@ -70,7 +70,7 @@ def pool_row(books: Books, agents: int, *, operator: bool) -> dict[str, Any]:
             "extents_ready": slabs.ready,
             "bytes_used": slabs.used_bytes(),
             "used_share": slabs.used_extents() / geometry.extent_count,
-            "pages": sum(len(tree) for tree in books.trees.values()),
+            "pages": sum(map(len, books.trees.values())) - books.reservations.spares().total(),
             "agents": agents,
             "clients": count_ways(books.sessions),
         }

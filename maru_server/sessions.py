@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
@@ -218,6 +219,14 @@ class Reservations:
     def holders(self) -> npt.NDArray[np.uint32]:
         """Number of each slot's reservation, 0 where it has none; of all slots, to be looked at."""
         return self._of_slot
+
+    def spares(self) -> Counter[int]:
+        """How many rows of each tree are not of pages, but of slots granted ahead."""
+        found: Counter[int] = Counter()
+        for reservation in self.live.values():
+            if reservation.spare and reservation.page is not None:
+                found[reservation.page.tree.number] += reservation.remaining
+        return found
 
     def full(self) -> bool:
         return len(self.live) >= self.limit

@@ -136,6 +136,22 @@ def test_pages_are_stored_in_spares_by_one_message(server: Server, client: Clien
     assert client.match(chain("b", 6)).pages == 6, "found again from the pool alone"
 
 
+def test_figures_count_pages_and_not_spares(server: Server, client: Client) -> None:
+    _, ahead = ask(client, chain("a", 3), names(0, 4))
+
+    def pages() -> list[int]:
+        figures = server.state.figures()
+        return [int(figures.stats["pages"]), figures.spaces[0].pages, int(figures.pools[0]["pages"])]
+
+    assert pages() == [4, 4, 4]
+    store(client, chain("b", 2), ahead)
+    assert pages() == [6, 6, 6]
+    client.reserve(chain("c", 1))
+    assert pages() == [7, 7, 7], "what is being written is a page"
+    client.goodbye()
+    assert pages() == [6, 6, 6]
+
+
 def test_checksums_are_stored_too(client: Client) -> None:
     _, ahead = ask(client, chain("a", 1), names(0, 2))
     sums = np.array([7, 9], "<u8").tobytes()
