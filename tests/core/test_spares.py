@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from maru_core import spares as spares_module
 from maru_core.errors import ClosedError
 from maru_core.mover import Fragments
 from maru_core.protocol import ROOT, Stored, StoreStatus
 from maru_core.protocol import Store as StoreMessage
-from maru_core.spares import AGE_MAX_S, BYTES_MAX, GRANTS_MAX, PAGES_MAX, PAUSE_PUTS, PUTS_AHEAD, Kind, Spare, Spares
+from maru_core.spares import BYTES_MAX, GRANTS_MAX, PAGES_MAX, PAUSE_PUTS, PUTS_AHEAD, Kind, Spare, Spares
 from maru_core.store import Store
 from maru_core.store_config import StoreConfig
 from support import ServerProcess, await_condition, hashes, impatient, namespace, running_server
@@ -75,8 +76,14 @@ def fragments(data: Any) -> Fragments:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with running_server(tmp_path, size="64M") as server:
+    with running_server(tmp_path, "--lease", "300", size="64M") as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing grows old by itself where the machine is busy."""
+    monkeypatch.setattr(spares_module, "AGE_MAX_S", 120.0)
 
 
 @pytest.fixture
@@ -163,7 +170,13 @@ def test_what_was_granted_long_ago_is_not_written_to(side: Callable[..., Side], 
     life = one.store._lives.life = msgspec.structs.replace(one.store._lives.current(), lease_s=lease_s)
     memory = life.reach.memory
     assert memory is not None
-    old = Spare(grant.kind, grant.asked - min(AGE_MAX_S, lease_s / 2), grant.slots, grant.offsets, grant.generations)
+    old = Spare(
+        grant.kind,
+        grant.asked - min(spares_module.AGE_MAX_S, lease_s / 2),
+        grant.slots,
+        grant.offsets,
+        grant.generations,
+    )
     one.store._transfers._spares._grants[:] = [old]
     before = [memory.data[int(at) - memory.geometry.off_data] for at in np.frombuffer(old.offsets, "<u8")]
     assert one.put(hashes(4, 1)) == [True] * 4
@@ -200,7 +213,7 @@ def test_a_new_life_begins_without(side: Callable[..., Side], server: ServerProc
 
 
 def test_a_store_without_an_answer_is_not_stored_and_leaves_nothing(
-    side: Callable[..., Side], server: ServerProcess
+    side: Callable[..., Side], server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it arrived or not: the caller hears no, and what was not published comes back."""
     one = side()
@@ -211,6 +224,7 @@ def test_a_store_without_an_answer_is_not_stored_and_leaves_nothing(
         assert one.asked == ["Store"]
     server.signal(signal.SIGCONT)
     await_condition(lambda: one.store.connected, "the server is not found again")
+    monkeypatch.setattr(spares_module, "AGE_MAX_S", 0.5)
     await_condition(lambda: one.reserved == 0, "spares stay reserved for nobody")
     # The message was on its way and may have been served: then the pages are whole.
     assert one.get(hashes(4, 1)) in ([True] * 4, [False] * 4)
@@ -230,6 +244,7 @@ def test_a_copy_that_fails_gives_its_slots_back(side: Callable[..., Side], monke
         patch.setattr(mover, "store", broken)
         assert one.put(hashes(4, 1)) == [False] * 4
     assert one.asked == []
+    monkeypatch.setattr(spares_module, "AGE_MAX_S", 0.5)
     await_condition(lambda: one.reserved == 0, "spares of a failed copy stay reserved")
     assert one.session._holding == 0
     assert one.put(hashes(4, 1)) == [True] * 4
