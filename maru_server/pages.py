@@ -354,10 +354,8 @@ class Pages:
     def commit(
         self, session: Session, slots_blob: bytes, generations_blob: bytes, checksums_blob: bytes, now_ns: int
     ) -> bytes:
-        """Publish what this session reserved; says per slot what became of it. Repeating it changes nothing."""
-        whole = self.commit_whole(session, slots_blob, generations_blob, checksums_blob, now_ns)
-        if whole is not None:
-            return whole
+        """Publish what this session reserved; says per slot what became of it. Repeating it changes nothing. For what is not seen by
+        :meth:`commit_whole`, which is to be asked first."""
         slots = np.frombuffer(slots_blob, "<u4")
         checksums = np.frombuffer(checksums_blob, "<u8") if checksums_blob else None
         if not len(slots):
