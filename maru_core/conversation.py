@@ -17,7 +17,8 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import zmq
 
@@ -182,12 +183,19 @@ class Conversation:
             raise self._lost_error(life)
         return life
 
-    def _ask(self, life: Life, rid: int, request: Request, expected: type[R]) -> R:
-        """Send a request of this life and return its reply, of the expected kind."""
+    def _ask(
+        self,
+        life: Life,
+        rid: int,
+        request: Request,
+        expected: type[R],
+        read: Callable[[bytes], Any] = protocol.decode_reply,
+    ) -> R:
+        """Send a request of this life and return its reply, of the expected kind, as ``read`` makes it of bytes."""
         deadline = time.monotonic() + self.timeout_s
         socket = self._sockets.take()
         try:
-            reply = exchange(socket, rid, protocol.encode(request), deadline)
+            reply = exchange(socket, rid, protocol.encode(request), deadline, None, read)
         except NoAnswerError as failure:
             self._errands.unanswered(life, request, socket)
             # One call that found no answer is enough: others need not wait to learn the same.
@@ -197,7 +205,7 @@ class Conversation:
             self._sockets.discard(socket)
             raise
         self._sockets.give_back(socket)
-        if type(reply) is expected and reply.incarnation == life.incarnation:
+        if type(reply) is expected and reply.incarnation == life.incarnation:  # type: ignore[attr-defined]
             return reply
         raise self._refusal(life, request, reply, deadline)
 

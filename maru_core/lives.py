@@ -94,7 +94,7 @@ class Lives:
 
     def enter(self) -> bool:
         """A call begins, and says :meth:`leave` at its end. False if it may not: the store is closed, or this is a forked child."""
-        if self.forked:
+        if os.getpid() != self._pid:  # forked
             return False
         with self._lock:
             if self.closed:

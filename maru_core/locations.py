@@ -16,7 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from maru_core.errors import MaruError
-from maru_core.protocol import HASH_BYTES, NO_SLOT, POOL_SHIFT, Located, Match, MissReason
+from maru_core.protocol import HASH_BYTES, NO_SLOT, POOL_SHIFT, Located, Match, MissReason, Reply, decode_reply
+
+try:
+    from maru_core import _reply
+except ImportError:  # built without a compiler: every reply is unpacked
+    _reply = None  # type: ignore[assignment]
 
 U64Array = npt.NDArray[np.uint64]
 
@@ -87,6 +92,32 @@ def answers(request: Match, reply: Located, pools: int = 0) -> bool:
     return bool(ends[0] > 0 and ends[-1] == reply.pages and (ends[1:] > ends[:-1]).all())
 
 
+class Outline(msgspec.Struct, frozen=True, gc=False):
+    """What the answer to a match says of how much is there; where that lies is not unpacked yet."""
+
+    rid: int
+    incarnation: int
+    pages: int
+    why: int
+    data: bytes
+
+
+def read_outline(request: Match, data: bytes, pools: int = 0) -> Reply | Outline:
+    """The outline of a packed reply if it can be the answer to this request, which is for a prefix in one component and has no rules or
+    hold; else the reply itself.
+
+    Raises:
+        msgspec.MsgspecError: it is no reply.
+    """
+    asked = len(request.hashes) // HASH_BYTES
+    if _reply is not None and pools < 2 and (seen := _reply.outline(data, asked)) is not None and seen[3] in _REASONS:
+        return Outline(*seen, data)
+    reply = decode_reply(data)
+    if type(reply) is Located and answers(request, reply, pools):
+        return Outline(reply.rid, reply.incarnation, reply.pages, reply.why, data)
+    return reply
+
+
 class Locations(msgspec.Struct, frozen=True):
     """Arrays of one element per hash; the slot is ``NO_SLOT`` where a page is not present."""
 
@@ -146,13 +177,22 @@ class Locations(msgspec.Struct, frozen=True):
         )
 
 
-class _Recent(msgspec.Struct, frozen=True):
+class _Recent(msgspec.Struct):
     at: float
     epoch: int
     components: list[str]
     shard: int
     hashes: bytes
-    located: Located
+    pages: int
+    answer: Located | bytes
+
+    def located(self) -> Located:
+        """The answer, unpacked once; twice where two threads want it at the same time, and no harm done."""
+        if isinstance(self.answer, bytes):
+            located = decode_reply(self.answer)
+            assert isinstance(located, Located)
+            self.answer = located
+        return self.answer
 
 
 class RecentMatches:
@@ -161,9 +201,12 @@ class RecentMatches:
     def __init__(self) -> None:
         self._recent: collections.deque[_Recent] = collections.deque(maxlen=RECENT_MATCHES)
 
-    def remember(self, epoch: int, components: list[str], shard: int, hashes: bytes, located: Located) -> None:
-        """``hashes``, of which the answer has the first ``located.pages``. It is looked at when somebody recalls it: most are asked once."""
-        self._recent.append(_Recent(time.monotonic(), epoch, components, shard, hashes, located))
+    def remember(
+        self, epoch: int, components: list[str], shard: int, hashes: bytes, pages: int, answer: Located | bytes
+    ) -> None:
+        """``hashes``, of which the answer, packed or not, has the first ``pages``. It is looked at when somebody recalls it: most are asked
+        once."""
+        self._recent.append(_Recent(time.monotonic(), epoch, components, shard, hashes, pages, answer))
 
     def recall(self, epoch: int, component: str, shard: int, hashes: bytes) -> Locations | None:
         """Locations of ``hashes``, if one recent match of the same session epoch covers them all."""
@@ -173,12 +216,12 @@ class RecentMatches:
                 break
             if component not in recent.components or recent.shard != shard or recent.epoch != epoch:
                 continue
-            pages = recent.located.pages
+            pages = recent.pages
             at = recent.hashes.find(hashes, 0, pages * HASH_BYTES)
             if at >= 0 and at % HASH_BYTES == 0:
                 first = at // HASH_BYTES
                 last = first + len(hashes) // HASH_BYTES
-                return Locations.of(recent.located, pages, recent.components.index(component), first, last)
+                return Locations.of(recent.located(), pages, recent.components.index(component), first, last)
         return None
 
     def _latest_first(self) -> Iterator[_Recent]:

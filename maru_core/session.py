@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from maru_core.conversation import Conversation
-from maru_core.locations import answers, in_one_pool
+from maru_core.locations import Outline, answers, in_one_pool, read_outline
 from maru_core.protocol import (
     HASH_BYTES,
     Agent,
@@ -113,6 +113,13 @@ class Session(Conversation):
         if not answers(request, reply, len(life.welcome.pools)):
             raise self._contradiction("match")
         return reply
+
+    def prefix(self, namespace: int, component: str, shard: int, hashes: bytes, *, epoch: int) -> Outline:
+        """How long a prefix of ``hashes``, at least one, is there in one component; where it lies is in the answer's ``data``, still packed."""
+        life = self._current(epoch)
+        rid, pools = next(self._rids), len(life.welcome.pools)
+        request = Match(rid, life.session, namespace, [component], shard, hashes)
+        return self._ask(life, rid, request, Outline, lambda data: read_outline(request, data, pools))
 
     def unhold(self, namespace: int, request: bytes, *, epoch: int | None = None) -> int:
         """This rank needs what it holds by this request id no more; how many held answers it had a share in. May be

@@ -10,7 +10,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -21,6 +21,16 @@ from maru_core.keys import ClientKeys
 from maru_core.protocol import Error, Reply, Stats
 
 Socket = zmq.Socket[bytes]
+
+
+class Answer(Protocol):
+    """What is read out of a reply: all of it, or what is wanted."""
+
+    @property
+    def rid(self) -> int: ...
+
+
+A = TypeVar("A", bound=Answer)
 
 # Plain numbers: the library's own are enums, whose arithmetic costs as much as a message.
 _DONTWAIT: Final = int(zmq.DONTWAIT)
@@ -208,14 +218,20 @@ class SocketPool:
 
 
 def exchange(
-    socket: Socket, rid: int, data: bytes, deadline: float, given_up: Callable[[], bool] | None = None
-) -> Reply:
+    socket: Socket,
+    rid: int,
+    data: bytes,
+    deadline: float,
+    given_up: Callable[[], bool] | None = None,
+    read: Callable[[bytes], A] = protocol.decode_reply,  # type: ignore[assignment]
+) -> A:
     """One request and the reply that repeats its ``rid``; everything else that arrives is dropped.
 
     Args:
         data: the encoded request.
         deadline: on the monotonic clock, seconds.
         given_up: asked now and then whether to stop waiting.
+        read: makes a reply of bytes, or raises as :func:`maru_core.protocol.decode_reply` does.
     Raises:
         NoAnswerError: none came, or the socket failed.
     """
@@ -231,7 +247,7 @@ def exchange(
             # A poll, not RCVTIMEO: a signal restarts a receive with its full time limit, and a poll with the rest.
             if not zmq.zmq_poll([(socket, _POLLIN)], wait_ms):
                 continue
-            reply = read_reply(socket)
+            reply = read_reply(socket, read)
             if reply is None:
                 garbage += 1
             # A server that cannot read a request at all cannot repeat its rid.
@@ -242,14 +258,17 @@ def exchange(
     raise NoAnswerError(garbage)
 
 
-def read_reply(socket: Socket) -> Reply | None:
-    """The reply that has arrived; None if it is not one.
+def read_reply(
+    socket: Socket,
+    read: Callable[[bytes], A] = protocol.decode_reply,  # type: ignore[assignment]
+) -> A | None:
+    """The reply that has arrived; None if it is not one. ``read`` as of :func:`exchange`.
 
     Raises:
         zmq.ZMQError: nothing has arrived.
     """
     data = socket.recv(_DONTWAIT)
     try:
-        return protocol.decode_reply(data)
+        return read(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None

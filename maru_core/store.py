@@ -167,7 +167,16 @@ class Store:
 
         The locations for ``shard`` of each component are remembered, so that the get that follows sends no message.
         """
-        return self.find(dict.fromkeys(components, Want()), shard, hashes).pages
+        count = len(hashes) // HASH_BYTES
+        if len(components) != 1 or not 0 < count <= MAX_BATCH:
+            return self.find(dict.fromkeys(components, Want()), shard, hashes).pages
+        component = components[0]
+        return self._guarded(
+            lambda life: self._transfers.prefix(life, component, shard, hashes),
+            0,
+            "unavailable lookup",
+            lambda kind: self._count(**{f"lookup_{kind}": count}),
+        )
 
     def find(self, wants: Mapping[str, Want], shard: int, hashes: bytes, *, hold: Hold | None = None) -> Found:
         """How far ``hashes``, a chain from its first page on, is there by the rule of each component.

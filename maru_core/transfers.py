@@ -27,6 +27,7 @@ from maru_core.protocol import (
     CommitStatus,
     Hold,
     Located,
+    MissReason,
     Reserved,
     ReserveStatus,
     Stored,
@@ -74,6 +75,18 @@ class Transfers:
 
     # ------------------------------------------------------------ find
 
+    def prefix(self, life: StoreLife, component: str, shard: int, hashes: bytes) -> int:
+        """As :meth:`find` says it of one component without rules, where that is all that is wanted. Of no more pages than one message has."""
+        count = len(hashes) // HASH_BYTES
+        outline = self._session.prefix(life.namespace, component, shard, hashes, epoch=life.epoch)
+        pages = outline.pages
+        if pages:
+            self.recent.remember(life.epoch, [component], shard, hashes, pages, outline.data)
+        self._count(queried_pages=count, hit_pages=pages)
+        if pages < count and outline.why:
+            self._count(**{f"lookup_{MissReason(outline.why).name.lower()}": count - pages})
+        return pages
+
     def find(self, life: StoreLife, wants: Mapping[str, Want], shard: int, hashes: bytes, hold: Hold | None) -> Found:
         """How far a chain is there by the rules of each component; see :meth:`maru_core.store.Store.find`."""
         count = len(hashes) // HASH_BYTES
@@ -85,7 +98,7 @@ class Transfers:
                 life.namespace, components, shard, chunk, rules=rules, hold=hold, epoch=life.epoch
             )
             if located.pages:
-                self.recent.remember(life.epoch, components, shard, chunk, located)
+                self.recent.remember(life.epoch, components, shard, chunk, located.pages, located)
             return located
 
         if not rules and count <= MAX_BATCH:

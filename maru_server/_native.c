@@ -304,6 +304,270 @@ done:
     return result;
 }
 
+/* ------------------------------------------------------------ the plainest match, from message to message
+ *
+ * Nearly every match asks for a prefix in one component, without rules or a hold. For a server that wakes up for it, what Python
+ * does between two lines of it costs more than the lookup: so this goes from the bytes of the request to those of the reply
+ * at once. Anything else, and anything that is not packed as maru_core.protocol packs it, is left to maru_server.engine_messages.
+ */
+typedef struct {
+    uint64_t rid, session, namespace, shard;
+    const unsigned char *component, *hashes;
+    size_t component_bytes, hash_bytes;
+} Plain;
+
+typedef struct {
+    const unsigned char *at, *end;
+} Reader;
+
+static int take(Reader *reader, const void *bytes, size_t count) {
+    if ((size_t)(reader->end - reader->at) < count || memcmp(reader->at, bytes, count))
+        return 0;
+    reader->at += count;
+    return 1;
+}
+
+/* So many bytes, big-endian. */
+static int take_number(Reader *reader, size_t bytes, uint64_t *number) {
+    if ((size_t)(reader->end - reader->at) < bytes)
+        return 0;
+    *number = 0;
+    while (bytes--)
+        *number = *number << 8 | *reader->at++;
+    return 1;
+}
+
+static int take_unsigned(Reader *reader, uint64_t *number) {
+    if (reader->at == reader->end)
+        return 0;
+    const unsigned char head = *reader->at++;
+    if (head < 0x80) {
+        *number = head;
+        return 1;
+    }
+    return head >= 0xcc && head <= 0xcf && take_number(reader, (size_t)1 << (head - 0xcc), number);
+}
+
+static int take_bytes(Reader *reader, const unsigned char **bytes, size_t *count) {
+    uint64_t length;
+    if (reader->at == reader->end)
+        return 0;
+    const unsigned char head = *reader->at++;
+    if (head < 0xc4 || head > 0xc6 || !take_number(reader, (size_t)1 << (head - 0xc4), &length) ||
+        length > (uint64_t)(reader->end - reader->at))
+        return 0;
+    *bytes = reader->at;
+    *count = (size_t)length;
+    reader->at += length;
+    return 1;
+}
+
+static int parse_plain(const unsigned char *data, size_t count, Plain *plain) {
+    Reader reader = {data, data + count};
+    /* An array of ten: the kind, six fields, and the defaults of the last three. */
+    if (!take(&reader, "\x9a\xa5Match", 7) || !take_unsigned(&reader, &plain->rid) || !take_unsigned(&reader, &plain->session) ||
+        !take_unsigned(&reader, &plain->namespace) || !take(&reader, "\x91", 1) || reader.at == reader.end)
+        return 0;
+    const unsigned char head = *reader.at++; /* of a string of up to 31 bytes */
+    if (head < 0xa1 || head > 0xbf || (size_t)(reader.end - reader.at) < (head & 31u))
+        return 0;
+    plain->component = reader.at;
+    plain->component_bytes = head & 31u;
+    for (size_t i = 0; i < plain->component_bytes; i++)
+        if (*reader.at++ & 0x80)
+            return 0;
+    return take_unsigned(&reader, &plain->shard) && take_bytes(&reader, &plain->hashes, &plain->hash_bytes) &&
+           plain->hash_bytes && plain->hash_bytes % HASH_BYTES == 0 && take(&reader, "\xc2\x90\xc0", 3) &&
+           reader.at == reader.end;
+}
+
+static PyObject *plain(PyObject *module, PyObject *data) {
+    char *bytes;
+    Py_ssize_t count;
+    Plain asked;
+    (void)module;
+    if (PyBytes_AsStringAndSize(data, &bytes, &count) < 0)
+        return NULL;
+    if (!parse_plain((const unsigned char *)bytes, (size_t)count, &asked))
+        Py_RETURN_NONE;
+    return Py_BuildValue("KKs#Kn", asked.session, asked.namespace, asked.component, (Py_ssize_t)asked.component_bytes, asked.shard,
+                         (Py_ssize_t)(asked.hash_bytes / HASH_BYTES));
+}
+
+static unsigned char *put_number(unsigned char *at, unsigned char head, size_t bytes, uint64_t number) {
+    *at++ = head;
+    while (bytes--)
+        *at++ = (unsigned char)(number >> 8 * bytes);
+    return at;
+}
+
+/* As short as it can be, as every packer does it. */
+static unsigned char *put_unsigned(unsigned char *at, uint64_t number) {
+    if (number < 0x80)
+        return put_number(at, (unsigned char)number, 0, 0);
+    if (number <= 0xff)
+        return put_number(at, 0xcc, 1, number);
+    if (number <= 0xffff)
+        return put_number(at, 0xcd, 2, number);
+    return number <= 0xffffffff ? put_number(at, 0xce, 4, number) : put_number(at, 0xcf, 8, number);
+}
+
+static unsigned char *put_bytes_head(unsigned char *at, size_t count) {
+    if (count <= 0xff)
+        return put_number(at, 0xc4, 1, count);
+    return count <= 0xffff ? put_number(at, 0xc5, 2, count) : put_number(at, 0xc6, 4, count);
+}
+
+static size_t unsigned_bytes(uint64_t number) {
+    return number < 0x80 ? 1 : number <= 0xff ? 2 : number <= 0xffff ? 3 : number <= 0xffffffff ? 5 : 9;
+}
+
+static size_t bytes_bytes(size_t count) { return count + (count <= 0xff ? 2 : count <= 0xffff ? 3 : 5); }
+
+static const char LOCATED[] = "\x9d\xa7Located", HELD_FOR_NO_TIME[] = "\xcb\0\0\0\0\0\0\0\0", NO_ENDS_ONE_COMPONENT[] = "\xc4\0\x91";
+#define TEXT_BYTES(text) (sizeof(text) - 1)
+
+static unsigned char *put_text(unsigned char *at, const char *text, size_t count) {
+    memcpy(at, text, count);
+    return at + count;
+}
+
+/* What of a pool's directory a reply is made of: arrays that stay the same as long as the directory does, and so are opened once. */
+typedef struct {
+    Column offsets, generations, records;
+    size_t word, words;
+} Pool;
+
+static const char POOL[] = "maru_server._native.pool";
+
+static void drop_pool(Pool *pool) {
+    close_column(&pool->offsets);
+    close_column(&pool->generations);
+    close_column(&pool->records);
+    PyMem_Free(pool);
+}
+
+static void drop_capsule(PyObject *capsule) { drop_pool(PyCapsule_GetPointer(capsule, POOL)); }
+
+static PyObject *open_pool(PyObject *module, PyObject *args) {
+    PyObject *offsets, *generations, *records, *capsule;
+    Py_ssize_t word, words;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOnn", &offsets, &generations, &records, &word, &words))
+        return NULL;
+    if (word < 0 || words <= word) {
+        PyErr_SetString(PyExc_ValueError, "pool: the word is not within a record");
+        return NULL;
+    }
+    Pool *pool = PyMem_Calloc(1, sizeof *pool);
+    if (pool == NULL)
+        return PyErr_NoMemory();
+    pool->word = (size_t)word;
+    pool->words = (size_t)words;
+    if (open_column(&pool->offsets, offsets, 8, "offsets") < 0 || open_column(&pool->generations, generations, 8, "generations") < 0 ||
+        open_column(&pool->records, records, 8, "records") < 0 || (capsule = PyCapsule_New(pool, POOL, drop_capsule)) == NULL) {
+        drop_pool(pool);
+        return NULL;
+    }
+    return capsule;
+}
+
+static PyObject *answer(PyObject *module, PyObject *args) {
+    PyObject *capsule, *table_object, *keys_object, *arrays, *why, *tree;
+    PyObject *reply = NULL, *result = NULL;
+    Column table = {0}, keys = {0};
+    const char *data, *key;
+    Py_ssize_t data_bytes, key_bytes;
+    unsigned long long incarnation;
+    Component component = {0};
+    int64_t *rows = NULL;
+    Plain asked;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y#KOOOy#OOO", &data, &data_bytes, &incarnation, &capsule, &table_object, &keys_object, &key,
+                          &key_bytes, &arrays, &why, &tree))
+        return NULL;
+    const Pool *pool = PyCapsule_GetPointer(capsule, POOL);
+    if (pool == NULL)
+        return NULL;
+    if (!parse_plain((const unsigned char *)data, (size_t)data_bytes, &asked) || arrays == Py_None) {
+        PyErr_SetString(PyExc_ValueError, "answer: request or component do not fit");
+        return NULL;
+    }
+    if (open_column(&table, table_object, 8, "table") < 0 || open_column(&keys, keys_object, HASH_BYTES, "keys") < 0 ||
+        open_component(&component, arrays, Py_None) < 0)
+        goto done;
+    MaruIndex index = {table.buffer.buf, table.count - 1, keys.buffer.buf, keys.count, {0}};
+    if (!table.count || (table.count & index.mask) || key_bytes != sizeof index.key) {
+        PyErr_SetString(PyExc_ValueError, "answer: the table is not a power of two of u64, or the key does not fit");
+        goto done;
+    }
+    memcpy(index.key, key, sizeof index.key);
+    const size_t pages_asked = asked.hash_bytes / HASH_BYTES;
+    rows = PyMem_Malloc(pages_asked * (sizeof *rows + sizeof *component.held));
+    if (rows == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    component.held = (uint32_t *)(rows + pages_asked);
+    const Py_ssize_t known = find_rows(&index, (const char *)asked.hashes, (Py_ssize_t)pages_asked, PREFIX, rows);
+    if (known < 0 || find_held(&component, rows, known) < 0)
+        goto done;
+    size_t pages = 0;
+    while (pages < (size_t)known && component.held[pages])
+        pages++;
+    unsigned long reason = 0;
+    if (pages < pages_asked) {
+        PyObject *said = PyObject_CallFunction(why, "Oy#", tree, (const char *)asked.hashes + pages * HASH_BYTES, (Py_ssize_t)HASH_BYTES);
+        if (said == NULL)
+            goto done;
+        reason = PyLong_AsUnsignedLong(said);
+        Py_DECREF(said);
+        if (PyErr_Occurred())
+            goto done;
+    }
+
+    const size_t reply_bytes = TEXT_BYTES(LOCATED) + unsigned_bytes(asked.rid) + unsigned_bytes(incarnation) + unsigned_bytes(pages) +
+                               bytes_bytes(pages * 4) + 4 * bytes_bytes(pages * 8) + unsigned_bytes(reason) +
+                               TEXT_BYTES(HELD_FOR_NO_TIME) + TEXT_BYTES(NO_ENDS_ONE_COMPONENT) + unsigned_bytes(pages);
+    if ((reply = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)reply_bytes)) == NULL)
+        goto done;
+    /* A bytes object that nobody else has seen yet may be written. */
+    unsigned char *at = put_text((unsigned char *)PyBytes_AsString(reply), LOCATED, TEXT_BYTES(LOCATED));
+    at = put_unsigned(put_unsigned(put_unsigned(at, asked.rid), incarnation), pages);
+    unsigned char *columns[5];
+    for (int i = 0; i < 5; i++) {
+        columns[i] = put_bytes_head(at, pages * (i ? 8 : 4));
+        at = columns[i] + pages * (i ? 8 : 4);
+    }
+    at = put_unsigned(at, reason);
+    at = put_text(at, HELD_FOR_NO_TIME, TEXT_BYTES(HELD_FOR_NO_TIME));
+    put_unsigned(put_text(at, NO_ENDS_ONE_COMPONENT, TEXT_BYTES(NO_ENDS_ONE_COMPONENT)), pages);
+
+    const uint64_t *offset = pool->offsets.buffer.buf, *generation = pool->generations.buffer.buf;
+    const uint64_t *record = pool->records.buffer.buf, *lengths = component.columns[LENGTHS].buffer.buf;
+    for (size_t page = 0; page < pages; page++) {
+        const uint32_t slot = component.held[page] - 1u;
+        if (slot >= pool->offsets.count || slot >= pool->generations.count || slot >= pool->records.count / pool->words) {
+            PyErr_Format(PyExc_ValueError, "answer: slot %u is outside the pool", slot);
+            goto done;
+        }
+        memcpy(columns[0] + page * 4, &slot, 4);
+        memcpy(columns[1] + page * 8, &offset[slot], 8);
+        memcpy(columns[2] + page * 8, &generation[slot], 8);
+        memcpy(columns[3] + page * 8, &lengths[rows[page]], 8);
+        memcpy(columns[4] + page * 8, &record[slot * pool->words + pool->word], 8);
+    }
+    result = Py_BuildValue("nkO", (Py_ssize_t)pages, reason, reply);
+done:
+    Py_XDECREF(reply);
+    for (int i = 0; i < COLUMNS; i++)
+        close_column(&component.columns[i]);
+    PyMem_Free(rows);
+    close_column(&keys);
+    close_column(&table);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"match", match, METH_VARARGS,
      "match(table, keys, key, hashes, mode, word, words, offsets, generations, records, components, rules)\n"
@@ -312,6 +576,16 @@ static PyMethodDef methods[] = {
      "None, replicas, have, world, lengths) for each, or None; `rules` a tuple (rule, pages, group) or None for each, or nothing.\n"
      "`mode` is 0 for the longest prefix that meets the rules, 1 for each page that is whole in all components, 2 for each object.\n"
      "The checksum is 64-bit word `word` of a slot's record of `words` words."},
+    {"plain", plain, METH_O,
+     "plain(data) -> (session, namespace, component, shard, pages), or None\n\n"
+     "What a request asks for, if it is the plainest match: a prefix, of at least one page, in one component, without rules or a hold."},
+    {"pool", open_pool, METH_VARARGS,
+     "pool(offsets, generations, records, word, words) -> capsule\n\n"
+     "What answer needs of a pool's directory. The checksum is 64-bit word `word` of a slot's record of `words` words."},
+    {"answer", answer, METH_VARARGS,
+     "answer(data, incarnation, pool, table, keys, key, component, why, tree) -> (pages, reason, reply)\n\n"
+     "The packed reply to the plainest match `data`, how many pages it has and the reason why not more: `why(tree, page)` is asked of\n"
+     "the first page that is missing. `component` as of match, and not None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -38,6 +38,7 @@ from maru_server.events import Topic
 from maru_server.growth import Growth
 from maru_server.lookup import Location, Lookup, first_absent, reason, split
 from maru_server.new_chains import Objects
+from maru_server.plain_match import PlainMatches
 from maru_server.requests import (
     Handler,
     RefusedError,
@@ -81,6 +82,8 @@ class EngineMessages:
         self._diary = books.diary
         self._lookup = Lookup(books.directory)
         self._live_extents = growth.live_extents
+        #: A shorter way for nearly every match.
+        self.plain = PlainMatches(books, self._why_page, self._count_match)
         self.handlers: dict[type, Handler] = {
             OpenNamespace: self._open_namespace,
             Match: self._match,
@@ -168,7 +171,9 @@ class EngineMessages:
     def _why(self, tree: PrefixTree, message: Match, found: Location) -> MissReason:
         """The reason for the first page that is not in the answer."""
         first = first_absent(found, len(message.hashes) // HASH_BYTES) if message.sparse else found.pages
-        page = message.hashes[first * HASH_BYTES : (first + 1) * HASH_BYTES]
+        return self._why_page(tree, message.hashes[first * HASH_BYTES : (first + 1) * HASH_BYTES])
+
+    def _why_page(self, tree: PrefixTree, page: bytes) -> MissReason:
         others = (self._trees[number] for number in reversed(self._of_tenant[tree.tenant]))
         return reason(tree, page, self._pages.ghosts, others)
 

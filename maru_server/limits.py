@@ -104,6 +104,20 @@ class Limits:
 
     def admits(self, account: Account, message: Request, time: float) -> bool:
         """Whether the client may send this now; takes its cost."""
+        kind = type(message)
+        pages = 0.0
+        if kind is Match:
+            pages = len(message.hashes) // HASH_BYTES * len(message.components)  # type: ignore[union-attr]
+        elif kind in _PAGED:
+            pages = len(message.hashes) // HASH_BYTES  # type: ignore[union-attr]
+            if kind is Reserve or kind is Store:
+                pages += len(message.spares) // HASH_BYTES  # type: ignore[union-attr]
+        elif kind in _DEAR:
+            pages = min(_DEAR_PAGES, self.pages_per_s / 4)
+        return self.admits_pages(account, pages, time, _FLOORS.get(kind, 0.0))
+
+    def admits_pages(self, account: Account, cost: float, time: float, floor: float = 0.0) -> bool:
+        """The same of a message that costs so many pages, served while no bucket is more than ``-floor`` seconds below nothing."""
         passed = time - account.refilled
         if passed > 0:
             account.refilled = time
@@ -112,19 +126,10 @@ class Limits:
             # Spelt out: this comes before every message, and a call costs as much as all of it.
             account.messages_left = messages if messages < self.messages_per_s else self.messages_per_s
             account.pages_left = pages if pages < self.pages_per_s else self.pages_per_s
-        kind = type(message)
-        floor = _FLOORS.get(kind, 0.0)
         if account.messages_left <= floor * self.messages_per_s or account.pages_left <= floor * self.pages_per_s:
             return False
         account.messages_left -= 1.0
-        if kind is Match:
-            account.pages_left -= len(message.hashes) // HASH_BYTES * len(message.components)  # type: ignore[union-attr]
-        elif kind in _PAGED:
-            account.pages_left -= len(message.hashes) // HASH_BYTES  # type: ignore[union-attr]
-            if kind is Reserve or kind is Store:
-                account.pages_left -= len(message.spares) // HASH_BYTES  # type: ignore[union-attr]
-        elif kind in _DEAR:
-            account.pages_left -= min(_DEAR_PAGES, self.pages_per_s / 4)
+        account.pages_left -= cost
         return True
 
     def room(self, session: Session, wanted: int, slot_bytes: int) -> int:

@@ -114,6 +114,10 @@ class Pools:
         for state in self.states:
             state.finish()
 
+    def answer(self, data: bytes, now: float, peer: Peer = LOCAL) -> bytes | None:
+        """As :meth:`ServerState.answer`: there is no shorter way where there are several pools."""
+        return None
+
     def handle(self, message: Request, now: float, peer: Peer = LOCAL) -> Reply | Deferred | None:
         """As :meth:`ServerState.handle`."""
         self.finish()  # of all: where something goes is decided by the books of each

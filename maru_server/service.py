@@ -21,7 +21,7 @@ import zmq
 from maru_core import protocol
 from maru_core.errors import ConfigError
 from maru_core.pool import PoolMemory
-from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Reply, Request
+from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Match, Reply, Request
 from maru_server.calls import Calls, Deferred, Worker
 from maru_server.election import OVERTAKEN, Election, FileLock
 from maru_server.endpoint import Bound, bind, check_endpoint
@@ -305,6 +305,8 @@ class Service:
             elif len(frames[1]) > protocol.MAX_REQUEST_BYTES:
                 # Unread: it may unfold into a hundred times as many objects.
                 reply = self._refuse(0, f"{len(frames[1])} bytes where {protocol.MAX_REQUEST_BYTES} are the most")
+            elif (packed := self._answer(frames[1], now, peer)) is not None:
+                kind, reply, data = Match, None, packed
             else:
                 try:
                     message: Request = protocol.decode_request(frames[1])
@@ -328,6 +330,7 @@ class Service:
                             reply = self._fault(message)
             if reply is not None:
                 data = protocol.encode(reply)
+            if data:
                 self._send(frames[0], _MORE)
                 self._send(data, _DONTWAIT)
                 self._state.finish()
@@ -336,6 +339,17 @@ class Service:
             log.debug("a reply was dropped: %s", error)
         except Exception:
             self._faults.log("a reply could not be sent")
+
+    def _answer(self, data: bytes, now: float, peer: Peer | None) -> bytes | None:
+        """The packed reply to what has a shorter way than the ordinary one."""
+        if peer is None:
+            return None
+        try:
+            return self._state.answer(data, now, peer)
+        except Exception:
+            # The ordinary way may do better.
+            self._faults.log("a match failed that went the shorter way")
+            return None
 
     def _undecodable(self, data: bytes, error: Exception) -> Reply:
         name, first, second = _head(data)
