@@ -28,7 +28,7 @@ def page(first: int, count: int = 1) -> bytes:
 
 def remembered(pages: int = PAGES) -> RecentMatches:
     recent = RecentMatches()
-    recent.remember(3, COMPONENTS, 0, HASHES, located(pages))
+    recent.remember(3, COMPONENTS, 0, HASHES, pages, located(pages))
     return recent
 
 
@@ -63,12 +63,12 @@ def test_bytes_across_two_hashes_are_no_page() -> None:
 
 def test_the_latest_answer_counts_and_the_oldest_goes() -> None:
     recent = remembered()
-    recent.remember(3, ["kv"], 0, page(0), Located(1, 1, 1, b"\x63\0\0\0", *[bytes(8)] * 4, covered=[1]))
+    recent.remember(3, ["kv"], 0, page(0), 1, Located(1, 1, 1, b"\x63\0\0\0", *[bytes(8)] * 4, covered=[1]))
     where = recent.recall(3, "kv", 0, page(0))
     assert where is not None
     assert where.slots.tolist() == [99]
     for _ in range(RECENT_MATCHES):
-        recent.remember(4, COMPONENTS, 0, HASHES, located())
+        recent.remember(4, COMPONENTS, 0, HASHES, PAGES, located())
     assert recent.recall(3, "kv", 0, page(0)) is None
 
 

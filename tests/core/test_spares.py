@@ -37,9 +37,9 @@ class Side:
         self.session = self.store._session
         ask = self.session._ask
 
-        def noted(life: Any, rid: int, request: Any, expected: Any) -> Any:
+        def noted(life: Any, rid: int, request: Any, *how: Any) -> Any:
             self.asked.append(type(request).__name__)
-            return ask(life, rid, request, expected)
+            return ask(life, rid, request, *how)
 
         self.session._ask = noted  # type: ignore[method-assign]
 

@@ -31,6 +31,8 @@ from maru_core.protocol import (
     Reserved,
     Unhold,
     Welcome,
+    decode_reply,
+    encode,
 )
 from maru_server.config import StateConfig
 from maru_server.directory import PoolDirectory
@@ -143,7 +145,9 @@ class Server:
             self.state.check()
 
     def send(self, message: Request, peer: Peer = LOCAL) -> Reply | None:
-        reply = self.state.handle(message, self.now, peer)
+        # As the service does it.
+        packed = self.state.answer(encode(message), self.now, peer)
+        reply = self.state.handle(message, self.now, peer) if packed is None else decode_reply(packed)
         self._check()
         return reply
 

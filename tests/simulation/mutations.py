@@ -202,8 +202,8 @@ def reply_of_another_request_accepted() -> Iterator[Any]:
         return run
 
     def read(original: Any) -> Any:
-        def run(socket: Any) -> Any:
-            reply = original(socket)
+        def run(*args: Any) -> Any:
+            reply = original(*args)
             return reply and msgspec.structs.replace(reply, rid=waiting.get(greenlet.getcurrent(), reply.rid))
 
         return run

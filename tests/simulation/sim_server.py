@@ -204,7 +204,8 @@ class SimServer(Server):
         message = protocol.decode_request(data)
         self.checker.about_to(message)
         heard = self.kernel.now, self._stalled_s()
-        reply = self.state.handle(message, self.process.clock())
+        packed = self.state.answer(data, self.process.clock())
+        reply = self.state.handle(message, self.process.clock()) if packed is None else protocol.decode_reply(packed)
         session = reply.session if isinstance(reply, Welcome) else getattr(message, "session", 0)
         self.handled += 1
         if self.state.books.sessions.get(session) is not None and not isinstance(message, Stats):
