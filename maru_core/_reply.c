@@ -8,52 +8,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdint.h>
-#include <string.h>
-
-typedef struct {
-    const unsigned char *at, *end;
-} Reader;
-
-static int take(Reader *reader, const void *bytes, size_t count) {
-    if ((size_t)(reader->end - reader->at) < count || memcmp(reader->at, bytes, count))
-        return 0;
-    reader->at += count;
-    return 1;
-}
-
-/* So many bytes, big-endian. */
-static int take_number(Reader *reader, size_t bytes, uint64_t *number) {
-    if ((size_t)(reader->end - reader->at) < bytes)
-        return 0;
-    *number = 0;
-    while (bytes--)
-        *number = *number << 8 | *reader->at++;
-    return 1;
-}
-
-static int take_unsigned(Reader *reader, uint64_t *number) {
-    if (reader->at == reader->end)
-        return 0;
-    const unsigned char head = *reader->at++;
-    if (head < 0x80) {
-        *number = head;
-        return 1;
-    }
-    return head >= 0xcc && head <= 0xcf && take_number(reader, (size_t)1 << (head - 0xcc), number);
-}
+#include "_packed.h"
 
 /* A byte string of exactly so many bytes. */
 static int skip_bytes(Reader *reader, uint64_t count) {
-    uint64_t length;
-    if (reader->at == reader->end)
-        return 0;
-    const unsigned char head = *reader->at++;
-    if (head < 0xc4 || head > 0xc6 || !take_number(reader, (size_t)1 << (head - 0xc4), &length) || length != count ||
-        length > (uint64_t)(reader->end - reader->at))
-        return 0;
-    reader->at += length;
-    return 1;
+    const unsigned char *bytes;
+    size_t length;
+    return take_bytes(reader, &bytes, &length) && length == count;
 }
 
 static PyObject *outline(PyObject *module, PyObject *args) {

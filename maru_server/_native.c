@@ -12,6 +12,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "../maru_core/_packed.h"
 #include "_index.h"
 
 #define BATCH 256
@@ -316,66 +317,13 @@ typedef struct {
     size_t component_bytes, hash_bytes;
 } Plain;
 
-typedef struct {
-    const unsigned char *at, *end;
-} Reader;
-
-static int take(Reader *reader, const void *bytes, size_t count) {
-    if ((size_t)(reader->end - reader->at) < count || memcmp(reader->at, bytes, count))
-        return 0;
-    reader->at += count;
-    return 1;
-}
-
-/* So many bytes, big-endian. */
-static int take_number(Reader *reader, size_t bytes, uint64_t *number) {
-    if ((size_t)(reader->end - reader->at) < bytes)
-        return 0;
-    *number = 0;
-    while (bytes--)
-        *number = *number << 8 | *reader->at++;
-    return 1;
-}
-
-static int take_unsigned(Reader *reader, uint64_t *number) {
-    if (reader->at == reader->end)
-        return 0;
-    const unsigned char head = *reader->at++;
-    if (head < 0x80) {
-        *number = head;
-        return 1;
-    }
-    return head >= 0xcc && head <= 0xcf && take_number(reader, (size_t)1 << (head - 0xcc), number);
-}
-
-static int take_bytes(Reader *reader, const unsigned char **bytes, size_t *count) {
-    uint64_t length;
-    if (reader->at == reader->end)
-        return 0;
-    const unsigned char head = *reader->at++;
-    if (head < 0xc4 || head > 0xc6 || !take_number(reader, (size_t)1 << (head - 0xc4), &length) ||
-        length > (uint64_t)(reader->end - reader->at))
-        return 0;
-    *bytes = reader->at;
-    *count = (size_t)length;
-    reader->at += length;
-    return 1;
-}
-
 static int parse_plain(const unsigned char *data, size_t count, Plain *plain) {
     Reader reader = {data, data + count};
     /* An array of ten: the kind, six fields, and the defaults of the last three. */
     if (!take(&reader, "\x9a\xa5Match", 7) || !take_unsigned(&reader, &plain->rid) || !take_unsigned(&reader, &plain->session) ||
-        !take_unsigned(&reader, &plain->namespace) || !take(&reader, "\x91", 1) || reader.at == reader.end)
+        !take_unsigned(&reader, &plain->namespace) || !take(&reader, "\x91", 1) ||
+        !take_word(&reader, &plain->component, &plain->component_bytes))
         return 0;
-    const unsigned char head = *reader.at++; /* of a string of up to 31 bytes */
-    if (head < 0xa1 || head > 0xbf || (size_t)(reader.end - reader.at) < (head & 31u))
-        return 0;
-    plain->component = reader.at;
-    plain->component_bytes = head & 31u;
-    for (size_t i = 0; i < plain->component_bytes; i++)
-        if (*reader.at++ & 0x80)
-            return 0;
     return take_unsigned(&reader, &plain->shard) && take_bytes(&reader, &plain->hashes, &plain->hash_bytes) &&
            plain->hash_bytes && plain->hash_bytes % HASH_BYTES == 0 && take(&reader, "\xc2\x90\xc0", 3) &&
            reader.at == reader.end;
@@ -394,43 +342,9 @@ static PyObject *plain(PyObject *module, PyObject *data) {
                          (Py_ssize_t)(asked.hash_bytes / HASH_BYTES));
 }
 
-static unsigned char *put_number(unsigned char *at, unsigned char head, size_t bytes, uint64_t number) {
-    *at++ = head;
-    while (bytes--)
-        *at++ = (unsigned char)(number >> 8 * bytes);
-    return at;
-}
-
-/* As short as it can be, as every packer does it. */
-static unsigned char *put_unsigned(unsigned char *at, uint64_t number) {
-    if (number < 0x80)
-        return put_number(at, (unsigned char)number, 0, 0);
-    if (number <= 0xff)
-        return put_number(at, 0xcc, 1, number);
-    if (number <= 0xffff)
-        return put_number(at, 0xcd, 2, number);
-    return number <= 0xffffffff ? put_number(at, 0xce, 4, number) : put_number(at, 0xcf, 8, number);
-}
-
-static unsigned char *put_bytes_head(unsigned char *at, size_t count) {
-    if (count <= 0xff)
-        return put_number(at, 0xc4, 1, count);
-    return count <= 0xffff ? put_number(at, 0xc5, 2, count) : put_number(at, 0xc6, 4, count);
-}
-
-static size_t unsigned_bytes(uint64_t number) {
-    return number < 0x80 ? 1 : number <= 0xff ? 2 : number <= 0xffff ? 3 : number <= 0xffffffff ? 5 : 9;
-}
-
-static size_t bytes_bytes(size_t count) { return count + (count <= 0xff ? 2 : count <= 0xffff ? 3 : 5); }
-
-static const char LOCATED[] = "\x9d\xa7Located", HELD_FOR_NO_TIME[] = "\xcb\0\0\0\0\0\0\0\0", NO_ENDS_ONE_COMPONENT[] = "\xc4\0\x91";
-#define TEXT_BYTES(text) (sizeof(text) - 1)
-
-static unsigned char *put_text(unsigned char *at, const char *text, size_t count) {
-    memcpy(at, text, count);
-    return at + count;
-}
+#define LOCATED "\x9d\xa7Located"
+#define HELD_FOR_NO_TIME "\xcb\0\0\0\0\0\0\0\0"
+#define NO_ENDS_ONE_COMPONENT "\xc4\0\x91"
 
 /* What of a pool's directory a reply is made of: arrays that stay the same as long as the directory does, and so are opened once. */
 typedef struct {
@@ -526,13 +440,13 @@ static PyObject *answer(PyObject *module, PyObject *args) {
             goto done;
     }
 
-    const size_t reply_bytes = TEXT_BYTES(LOCATED) + unsigned_bytes(asked.rid) + unsigned_bytes(incarnation) + unsigned_bytes(pages) +
-                               bytes_bytes(pages * 4) + 4 * bytes_bytes(pages * 8) + unsigned_bytes(reason) +
-                               TEXT_BYTES(HELD_FOR_NO_TIME) + TEXT_BYTES(NO_ENDS_ONE_COMPONENT) + unsigned_bytes(pages);
+    const size_t reply_bytes = sizeof(LOCATED HELD_FOR_NO_TIME NO_ENDS_ONE_COMPONENT) - 1 + unsigned_bytes(asked.rid) +
+                               unsigned_bytes(incarnation) + unsigned_bytes(reason) + 2 * unsigned_bytes(pages) +
+                               bytes_bytes(pages * 4) + 4 * bytes_bytes(pages * 8);
     if ((reply = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)reply_bytes)) == NULL)
         goto done;
     /* A bytes object that nobody else has seen yet may be written. */
-    unsigned char *at = put_text((unsigned char *)PyBytes_AsString(reply), LOCATED, TEXT_BYTES(LOCATED));
+    unsigned char *at = PUT_TEXT((unsigned char *)PyBytes_AsString(reply), LOCATED);
     at = put_unsigned(put_unsigned(put_unsigned(at, asked.rid), incarnation), pages);
     unsigned char *columns[5];
     for (int i = 0; i < 5; i++) {
@@ -540,8 +454,8 @@ static PyObject *answer(PyObject *module, PyObject *args) {
         at = columns[i] + pages * (i ? 8 : 4);
     }
     at = put_unsigned(at, reason);
-    at = put_text(at, HELD_FOR_NO_TIME, TEXT_BYTES(HELD_FOR_NO_TIME));
-    put_unsigned(put_text(at, NO_ENDS_ONE_COMPONENT, TEXT_BYTES(NO_ENDS_ONE_COMPONENT)), pages);
+    at = PUT_TEXT(at, HELD_FOR_NO_TIME);
+    (void)put_unsigned(PUT_TEXT(at, NO_ENDS_ONE_COMPONENT), pages);
 
     const uint64_t *offset = pool->offsets.buffer.buf, *generation = pool->generations.buffer.buf;
     const uint64_t *record = pool->records.buffer.buf, *lengths = component.columns[LENGTHS].buffer.buf;

@@ -10,106 +10,17 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "_index.h"
-
-#define BATCH 256
-#define RECORD_WORDS 16
-#define ROOT_ROW (-1)
-#define ABSENT (-3)
-
-/* States of a slot, and words of a record: as maru_core.pool.format and maru_server.directory. */
-enum { FREE, RESERVED, COMMITTED };
-enum { LENGTH_WORD = 2, GENERATION_WORD = 3, HASH_WORD = 4, PARENT_WORD = 8, CHECKSUM_WORD = 12, LAST_USE_WORD, OWNER_WORD, CHECK_WORD };
-static const uint64_t word_keys[RECORD_WORDS] = {
-    0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x2545F4914F6CDD1D, 0x8CB92BA72F3D8DD7,
-    0xA24BAED4963EE407, 0,                  0x9FB21C651E98DF25, 0,
-};
-static const uint64_t check_mix = 0xD1B54A32D192ED03, check_base = 0x6D61727570616765, place_key = 0x8EBC6AF09C88C6E3;
-
-/* Some arrays, held together so that they are let go together. */
-#define ARRAYS_MAX 17
-typedef struct {
-    Py_buffer buffers[ARRAYS_MAX];
-    int opened;
-} Arrays;
-
-/* The array's memory, with how many items of `item` bytes it has; NULL with an exception. */
-static void *open_array(Arrays *arrays, PyObject *array, size_t item, int writable, size_t *count, const char *name) {
-    Py_buffer *buffer = &arrays->buffers[arrays->opened];
-    if (arrays->opened == ARRAYS_MAX) {
-        PyErr_SetString(PyExc_SystemError, "store: too many arrays");
-        return NULL;
-    }
-    if (PyObject_GetBuffer(array, buffer, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-        return NULL;
-    arrays->opened++;
-    if ((size_t)buffer->len % item) {
-        PyErr_Format(PyExc_ValueError, "store: %s has %zd bytes", name, buffer->len);
-        return NULL;
-    }
-    *count = (size_t)buffer->len / item;
-    return buffer->buf;
-}
-
-static void close_arrays(Arrays *arrays) {
-    while (arrays->opened > 0)
-        PyBuffer_Release(&arrays->buffers[--arrays->opened]);
-}
-
-static int open_index(Arrays *arrays, MaruIndex *index, uint64_t **entries, unsigned char **column, PyObject *table, PyObject *keys,
-                      const char *key, Py_ssize_t key_bytes, int writable) {
-    size_t count;
-    if ((*entries = open_array(arrays, table, 8, writable, &count, "table")) == NULL ||
-        (*column = open_array(arrays, keys, HASH_BYTES, writable, &index->rows, "keys")) == NULL)
-        return -1;
-    if (!count || count & (count - 1) || key_bytes != sizeof index->key) {
-        PyErr_SetString(PyExc_ValueError, "store: the table is not a power of two of u64, or the key does not fit");
-        return -1;
-    }
-    index->entries = *entries;
-    index->mask = count - 1;
-    index->hashes = *column;
-    memcpy(index->key, key, sizeof index->key);
-    return 0;
-}
-
-/* Whether a hash comes twice, or is `parent` or the root's. -1 without memory. */
-static int repeats(const MaruIndex *index, const char *parent, const char *hashes, size_t count) {
-    static const char root[HASH_BYTES];
-    size_t size = 16;
-    while (size < 2 * count)
-        size *= 2;
-    uint16_t few[2 * BATCH], *seen = few;
-    if (count > UINT16_MAX - 1)
-        return 1;
-    if (size > 2 * BATCH && (seen = PyMem_Malloc(size * sizeof *seen)) == NULL)
-        return -1;
-    memset(seen, 0, size * sizeof *seen);
-    int found = 0;
-    for (size_t i = 0; i < count && !found; i++) {
-        const char *hash = hashes + i * HASH_BYTES;
-        found = !memcmp(hash, root, HASH_BYTES) || !memcmp(hash, parent, HASH_BYTES);
-        size_t at = maru_tag(index->key, hash) & (size - 1);
-        for (; seen[at] && !found; at = (at + 1) & (size - 1))
-            found = !memcmp(hashes + (seen[at] - 1u) * HASH_BYTES, hash, HASH_BYTES);
-        if (!found)
-            seen[at] = (uint16_t)(i + 1);
-    }
-    if (seen != few)
-        PyMem_Free(seen);
-    return found;
-}
+#include "_records.h"
 
 static PyObject *probe(PyObject *module, PyObject *args) {
-    static const char root[HASH_BYTES];
     PyObject *table, *keys, *result = NULL;
     Arrays arrays = {.opened = 0};
     MaruIndex index;
     uint64_t *entries;
     unsigned char *column;
     const char *key, *parent, *hashes;
-    Py_ssize_t key_bytes, parent_bytes, hash_bytes;
+    Py_ssize_t key_bytes, parent_bytes, hash_bytes, known;
+    long long above;
     (void)module;
     if (!PyArg_ParseTuple(args, "OOy#y#y#", &table, &keys, &key, &key_bytes, &parent, &parent_bytes, &hashes, &hash_bytes))
         return NULL;
@@ -119,56 +30,11 @@ static PyObject *probe(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "probe: hashes are of 32 bytes each");
         goto done;
     }
-    const size_t count = (size_t)hash_bytes / HASH_BYTES;
-    const int repeated = repeats(&index, parent, hashes, count);
-    if (repeated < 0) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    Py_ssize_t known = repeated ? -1 : 0;
-    long long above = ROOT_ROW;
-    if (memcmp(parent, root, HASH_BYTES) && (above = maru_find(&index, maru_tag(index.key, parent), parent)) == -1)
-        above = ABSENT;
-    for (size_t start = 0; start < count && !repeated && above != -2; start += BATCH) {
-        const size_t some = count - start < BATCH ? count - start : BATCH;
-        uint32_t tags[BATCH];
-        maru_tags(&index, hashes + start * HASH_BYTES, some, tags);
-        for (size_t i = 0; i < some && above != -2; i++) {
-            const long long row = maru_find(&index, tags[i], hashes + (start + i) * HASH_BYTES);
-            known += row >= 0;
-            if (row == -2)
-                above = -2;
-        }
-    }
-    if (above == -2)
-        PyErr_SetString(PyExc_ValueError, "probe: a row outside the column of hashes");
-    else
+    if (look_up_chain(&index, parent, hashes, (size_t)hash_bytes / HASH_BYTES, &above, &known) == 0)
         result = Py_BuildValue("Ln", above, known);
 done:
     close_arrays(&arrays);
     return result;
-}
-
-static inline void set_state(uint64_t *record, uint32_t state) { __atomic_store_n((uint32_t *)record, state, __ATOMIC_RELEASE); }
-
-static inline uint32_t get_state(const uint64_t *record) { return *(const uint32_t *)record; }
-
-/* Whether all slots lie within the tables and are in this state. */
-static int slots_are(const uint64_t *records, size_t slot_count, const uint32_t *slots, size_t count, uint32_t state) {
-    for (size_t i = 0; i < count; i++) {
-        if (slots[i] >= slot_count) {
-            PyErr_Format(PyExc_ValueError, "store: slot %u is outside the pool", (unsigned)slots[i]);
-            return 0;
-        }
-        __builtin_prefetch(records + (size_t)slots[i] * RECORD_WORDS);
-    }
-    for (size_t i = 0; i < count; i++)
-        if (get_state(records + (size_t)slots[i] * RECORD_WORDS) != state) {
-            PyErr_Format(PyExc_AssertionError, "store: slot %u is in state %u and not %u", (unsigned)slots[i],
-                         (unsigned)get_state(records + (size_t)slots[i] * RECORD_WORDS), (unsigned)state);
-            return 0;
-        }
-    return 1;
 }
 
 static PyObject *claim(PyObject *module, PyObject *args) {
@@ -213,50 +79,6 @@ done:
     return result;
 }
 
-static uint64_t record_check(const uint64_t *body) {
-    uint64_t check = check_base;
-    for (int word = 0; word < RECORD_WORDS; word++) {
-        uint64_t masked = body[word];
-        if (word == 0)
-            masked &= 0xFFFFFFFF00000000; /* not the state */
-        else if (word == 1)
-            masked &= 0xFFFFFFFF0000FFFF; /* not the flags */
-        else if (word == LAST_USE_WORD || word == CHECK_WORD)
-            continue;
-        masked *= word_keys[word];
-        masked ^= masked >> 32;
-        check += masked * check_mix;
-    }
-    return check;
-}
-
-/* What is the same in all records of a batch; what each has by itself is zero. */
-static void common_words(uint64_t *body, unsigned namespace, unsigned component, unsigned shard, unsigned world, uint64_t length,
-                         long long now_ns, uint64_t owner) {
-    memset(body, 0, RECORD_WORDS * sizeof *body);
-    body[0] = RESERVED | (uint64_t)component << 32 | (uint64_t)shard << 48;
-    body[1] = (uint64_t)world | (uint64_t)namespace << 32;
-    body[LENGTH_WORD] = length;
-    body[LAST_USE_WORD] = (uint64_t)now_ns;
-    body[OWNER_WORD] = owner;
-}
-
-/* Records of reserved slots, of which nothing is believed but that they are taken. `chain` is the hash of the page before the first, and
- * those of the pages: of a chain, or apart, each the first of one. */
-static void write_records(uint64_t *records, const uint64_t *offsets, const uint32_t *slots, size_t count, const char *granted,
-                          const char *chain, int apart, const uint64_t *common, uint64_t share) {
-    for (size_t i = 0; i < count; i++) {
-        uint64_t body[RECORD_WORDS], *record = records + (size_t)slots[i] * RECORD_WORDS;
-        memcpy(body, common, sizeof body);
-        memcpy(body + GENERATION_WORD, granted + 8 * i, 8);
-        memcpy(body + HASH_WORD, chain + (i + 1) * HASH_BYTES, HASH_BYTES);
-        memcpy(body + PARENT_WORD, chain + (apart ? 0 : i) * HASH_BYTES, HASH_BYTES);
-        body[CHECK_WORD] = record_check(body) + offsets[slots[i]] * place_key + share;
-        for (int word = 0; word < RECORD_WORDS; word++)
-            __atomic_store_n(record + word, body[word], __ATOMIC_RELEASE);
-    }
-}
-
 static PyObject *describe(PyObject *module, PyObject *args) {
     PyObject *records_object, *offsets_object, *generations_object, *holders_object, *tree, *slots_object, *result = NULL;
     PyObject *parent_object, *child_object, *objects_object, *pending_object, *rows_object;
@@ -296,18 +118,16 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "describe: slots, generations and hashes do not go together, or a number is out of range");
         goto done;
     }
-    /* All of them still this reservation's, as they were granted. Their pages, which are to have other names and another parent, each hang
-     * at the root, nothing hangs on them, and none of them is that parent. */
-    for (size_t i = 0; i < count; i++) {
-        uint64_t generation;
-        memcpy(&generation, granted + 8 * i, 8);
-        if (slots[i] >= record_count || holders[slots[i]] != holder || generations[slots[i]] != generation ||
-            get_state(records + (size_t)slots[i] * RECORD_WORDS) != RESERVED || rows[i] < 0 || (size_t)rows[i] >= child_count ||
-            (size_t)rows[i] >= parent_count || parents[rows[i]] != ROOT_ROW || rows[i] == above || (size_t)rows[i] >= objects_count || (size_t)rows[i] >= pending_count || children[rows[i]] >= 0 || objects[rows[i]] ||
-            pending[rows[i]] != 1) {
-            result = Py_NewRef(Py_False);
-            goto done;
-        }
+    Apart apart = {parents, children, objects, pending, parent_count};
+    if (child_count < apart.rows)
+        apart.rows = child_count;
+    if (objects_count < apart.rows)
+        apart.rows = objects_count;
+    if (pending_count < apart.rows)
+        apart.rows = pending_count;
+    if (!are_spares(records, generations, holders, record_count, &apart, rows, slots, count, holder, granted, above)) {
+        result = Py_NewRef(Py_False);
+        goto done;
     }
     common_words(common, namespace, component, shard, world, length, now_ns, owner);
     write_records(records, offsets, slots, count, granted, chain, 0, common, share);

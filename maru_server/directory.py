@@ -88,7 +88,8 @@ class PoolDirectory:
         self.states: npt.NDArray[np.uint32] = self.records["state"]
         self.flags: npt.NDArray[np.uint16] = self.records["flags"]
         self.checksums: U64 = self.words[:, CHECKSUM_WORD]
-        self._changes: U64 = self._view(2 * BLOCK_BYTES - 8, 8).view("<u8")  # the last word of the owner block
+        #: One word: another one after each publication and removal.
+        self.changes: U64 = self._view(2 * BLOCK_BYTES - 8, 8).view("<u8")  # the last word of the owner block
         self.extents: U64 = self._view(geometry.off_extents, geometry.extent_count * 8).view("<u8")
         self._components = self._view(geometry.off_components, geometry.component_capacity * COMPONENT_BYTES)
         self._namespaces = self._view(geometry.off_namespaces, geometry.namespace_capacity * NAMESPACE_BYTES)
@@ -179,6 +180,11 @@ class PoolDirectory:
         """What the names of both add to the check of a record."""
         return (int(self._namespace_shares[namespace]) + int(self._component_shares[component])) & 0xFFFFFFFFFFFFFFFF
 
+    @property
+    def shares(self) -> tuple[U64, U64]:
+        """By number: what each namespace's record and each component's name adds to the check of a record. They stay the same arrays."""
+        return self._namespace_shares, self._component_shares
+
     def describe(
         self,
         slots: Slots,
@@ -207,7 +213,7 @@ class PoolDirectory:
     def commit(self, slots: Slots, checksums: U64 | None) -> None:
         """Publish reserved slots. ``checksums`` has one element per slot, or is None."""
         if self.compiled and checksums is None and slots.dtype == np.uint32:
-            _store.commit(self.words, self._changes, np.ascontiguousarray(slots))
+            _store.commit(self.words, self.changes, np.ascontiguousarray(slots))
             return
         if checksums is not None:
             # The check of a reserved record is that of a record without a checksum.
@@ -243,7 +249,7 @@ class PoolDirectory:
     def _changed(self) -> None:
         """Tell readers, without a message, that answers of before may be wrong by now. A kill before it costs nothing: the next
         server is another incarnation."""
-        self._store(self._changes, 0, (self._changes + _ONE)[0])  # wraps
+        self._store(self.changes, 0, (self.changes + _ONE)[0])  # wraps
 
     def mend_generations(self, slots: Slots) -> None:
         """Give slots that hold nothing to be believed a generation that can rise, where theirs cannot."""

@@ -39,6 +39,7 @@ from maru_server.growth import Growth
 from maru_server.lookup import Location, Lookup, first_absent, reason, split
 from maru_server.new_chains import Objects
 from maru_server.plain_match import PlainMatches
+from maru_server.plain_store import PlainStores
 from maru_server.requests import (
     Handler,
     RefusedError,
@@ -82,8 +83,9 @@ class EngineMessages:
         self._diary = books.diary
         self._lookup = Lookup(books.directory)
         self._live_extents = growth.live_extents
-        #: A shorter way for nearly every match.
-        self.plain = PlainMatches(books, self._why_page, self._count_match)
+        #: Shorter ways for nearly every match, and for stores of a few pages.
+        self.plain_matches = PlainMatches(books, self._why_page, self._count_match)
+        self.plain_stores = PlainStores(books, self._live_extents)
         self.handlers: dict[type, Handler] = {
             OpenNamespace: self._open_namespace,
             Match: self._match,

@@ -132,6 +132,11 @@ class Limits:
         account.pages_left -= cost
         return True
 
+    def refund(self, account: Account, cost: float) -> None:
+        """What :meth:`admits_pages` admitted was left alone, and will be asked again."""
+        account.messages_left += 1.0
+        account.pages_left += cost
+
     def room(self, session: Session, wanted: int, slot_bytes: int) -> int:
         """How many of ``wanted`` slots the client may reserve now: none beyond so many Reserve messages, and no more than so many
         bytes, except that one slot is always allowed to whoever has none."""

@@ -242,21 +242,26 @@ class NewChains:
             directory.share(tree.number, what.component),
         ):
             return StoreStatus.GONE, Spare()
-
-        def keep_books() -> None:
-            index.remove(rows)
-            self._fill_in(_RENAMED, what, rows, mine, generations, parent + hashes, above)
-            pages.back_again(tree, rows, hashes)
-            self._published(reservation, rows, mine, what.now_ns)
-
         directory.commit(mine, np.frombuffer(checksums, "<u8") if checksums else None)
         # Before anything else is tried: what the pool says is what the books must say.
-        pages.later(keep_books)
+        pages.later(lambda: self.stored(what, reservation, at, count, generations, parent + hashes, above))
+        return StoreStatus.STORED, self.grant(what, reservation.slot_bytes, spares)
+
+    def stored(
+        self, what: Objects, reservation: Reservation, at: int, count: int, generations: bytes, chain: bytes, above: int
+    ) -> None:
+        """Keep the books of spares that were published: ``count`` of the reservation's, from ``at`` on, as a chain below row ``above``."""
+        pages, tree, page = self._pages, what.tree, reservation.page
+        assert page is not None
+        rows, slots = page.rows[at : at + count], reservation.slots[at : at + count]
+        tree.index.remove(rows)
+        self._fill_in(_RENAMED, what, rows, slots, generations, chain, above)
+        pages.back_again(tree, rows, chain[HASH_BYTES:])
+        self._published(reservation, rows, slots, what.now_ns)
         pages.counts["reserved"] += count
         tree.counts["reserved"] += count
-        return StoreStatus.STORED, self._grant(what, reservation.slot_bytes, spares)
 
-    def _grant(self, what: Objects, slot_bytes: int, spares: bytes) -> Spare:
+    def grant(self, what: Objects, slot_bytes: int, spares: bytes) -> Spare:
         """Slots ahead for the next store, if there are any."""
         ahead = self._spares(what, slot_bytes, 0, len(spares) // HASH_BYTES)
         if not ahead:

@@ -21,7 +21,7 @@ import zmq
 from maru_core import protocol
 from maru_core.errors import ConfigError
 from maru_core.pool import PoolMemory
-from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Match, Reply, Request
+from maru_core.protocol import PROTOCOL_VERSION, Error, ErrorCode, Hello, Match, Reply, Request, Store
 from maru_server.calls import Calls, Deferred, Worker
 from maru_server.election import OVERTAKEN, Election, FileLock
 from maru_server.endpoint import Bound, bind, check_endpoint
@@ -42,6 +42,9 @@ _DONTWAIT: Final = int(zmq.DONTWAIT)
 _MORE: Final = int(zmq.SNDMORE) | _DONTWAIT
 _RCVMORE: Final = int(zmq.RCVMORE)
 _EVENTS: Final = int(zmq.EVENTS)
+
+#: Which message it is that had a shorter way, by the first letter of its name: where packing has that is fixed.
+_SHORT: Final[dict[bytes, type]] = {b"M": Match, b"S": Store}
 
 _ALARM: Final = "inproc://maru-alarm"
 #: Taken before the first peer comes: one that claims it too is not heard.
@@ -306,7 +309,7 @@ class Service:
                 # Unread: it may unfold into a hundred times as many objects.
                 reply = self._refuse(0, f"{len(frames[1])} bytes where {protocol.MAX_REQUEST_BYTES} are the most")
             elif (packed := self._answer(frames[1], now, peer)) is not None:
-                kind, reply, data = Match, None, packed
+                kind, reply, data = _SHORT[frames[1][2:3]], None, packed
             else:
                 try:
                     message: Request = protocol.decode_request(frames[1])
@@ -348,7 +351,7 @@ class Service:
             return self._state.answer(data, now, peer)
         except Exception:
             # The ordinary way may do better.
-            self._faults.log("a match failed that went the shorter way")
+            self._faults.log("a request failed that went the shorter way")
             return None
 
     def _undecodable(self, data: bytes, error: Exception) -> Reply:

@@ -103,7 +103,9 @@ class ServerState:
     def answer(self, data: bytes, now: float, peer: Peer = LOCAL) -> bytes | None:
         """The packed reply to a packed request for which there is a shorter way; None for every other, which is :meth:`handle`'s."""
         self._pages.finish()
-        return self._engine.plain.answer(data, self._clock.time(now), peer)
+        time, engine = self._clock.time(now), self._engine
+        reply = engine.plain_matches.answer(data, time, peer)
+        return reply if reply is not None else engine.plain_stores.answer(data, time, now, peer)
 
     def handle(self, message: Request, now: float, peer: Peer = LOCAL) -> Reply | Deferred | None:
         """Do what a client asks. Raises for no message that was decoded.

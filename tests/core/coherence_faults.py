@@ -314,7 +314,7 @@ def names_not_written_back(patch: Patch) -> None:
 
 @fault
 def count_of_changes_not_written_back(patch: Patch) -> None:
-    _storing(patch, lambda directory, target: target is directory._changes)
+    _storing(patch, lambda directory, target: target is directory.changes)
 
 
 @fault
