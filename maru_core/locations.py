@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -30,6 +29,8 @@ RECENT_S: Final = 10.0
 RECENT_MATCHES: Final = 64
 
 
+_U32: Final = np.dtype("<u4")
+_U64: Final = np.dtype("<u8")
 #: NO_SLOT, packed.
 _ABSENT: Final = NO_SLOT.to_bytes(4, "little")
 _REASONS: Final = frozenset(int(reason) for reason in MissReason)
@@ -118,14 +119,15 @@ def read_outline(request: Match, data: bytes, pools: int = 0) -> Reply | Outline
     return reply
 
 
-class Locations(msgspec.Struct, frozen=True):
-    """Arrays of one element per hash; the slot is ``NO_SLOT`` where a page is not present."""
+class Locations(msgspec.Struct, frozen=True, gc=False):
+    """Arrays of one element per hash; the slot is ``NO_SLOT`` where a page is not present. What is seldom looked at one by one stays
+    packed."""
 
     slots: npt.NDArray[np.uint32]
     offsets: U64Array
     generations: U64Array
-    lengths: U64Array
-    checksums: U64Array
+    packed_lengths: bytes
+    packed_checksums: bytes
 
     @staticmethod
     def of(located: Located, count: int, column: int = 0, start: int = 0, stop: int | None = None) -> Locations:
@@ -138,30 +140,53 @@ class Locations(msgspec.Struct, frozen=True):
         if (count and answered % count) or answered < (column + 1) * count:
             raise MaruError(f"the server located {answered} objects where {count} a component were asked for")
         first, many = column * count + start, (count if stop is None else stop) - start
-        at = 8 * first
+        at, end = 8 * first, 8 * (first + many)
         return Locations(
-            slots=np.frombuffer(located.slots, "<u4", many, 4 * first),
-            offsets=np.frombuffer(located.offsets, "<u8", many, at),
-            generations=np.frombuffer(located.generations, "<u8", many, at),
-            lengths=np.frombuffer(located.lengths, "<u8", many, at),
-            checksums=np.frombuffer(located.checksums, "<u8", many, at),
+            np.frombuffer(located.slots, _U32, many, 4 * first),
+            np.frombuffer(located.offsets, _U64, many, at),
+            np.frombuffer(located.generations, _U64, many, at),
+            located.lengths[at:end],
+            located.checksums[at:end],
         )
+
+    @staticmethod
+    def packed(data: bytes, columns: tuple[int, int, int, int, int], first: int, many: int) -> Locations:
+        """``many`` elements from ``first`` on of a packed reply, in which ``columns`` begin there."""
+        slots, offsets, generations, lengths, checksums = columns
+        at, end = 8 * first, 8 * (first + many)
+        # Cut out, and so aligned.
+        return Locations(
+            np.frombuffer(data[slots + 4 * first : slots + 4 * (first + many)], _U32),
+            np.frombuffer(data[offsets + at : offsets + end], _U64),
+            np.frombuffer(data[generations + at : generations + end], _U64),
+            data[lengths + at : lengths + end],
+            data[checksums + at : checksums + end],
+        )
+
+    @property
+    def lengths(self) -> U64Array:
+        """Bytes of each object."""
+        return np.frombuffer(self.packed_lengths, "<u8")
+
+    @property
+    def checksums(self) -> U64Array:
+        return np.frombuffer(self.packed_checksums, "<u8")
 
     def all_of(self, nbytes: int) -> bool:
         """Whether every page is present with exactly so many bytes. Nearly always so, and seen without numpy, which is slow to wake up;
         False is only a doubt: look at each."""
         return (
-            self.lengths.tobytes() == nbytes.to_bytes(8, "little") * len(self.lengths)
+            self.packed_lengths == nbytes.to_bytes(8, "little") * len(self.slots)
             and _ABSENT not in self.slots.tobytes()
         )
 
     def __getitem__(self, chosen: slice | npt.NDArray[np.intp]) -> Locations:
         return Locations(
-            slots=self.slots[chosen],
-            offsets=self.offsets[chosen],
-            generations=self.generations[chosen],
-            lengths=self.lengths[chosen],
-            checksums=self.checksums[chosen],
+            self.slots[chosen],
+            self.offsets[chosen],
+            self.generations[chosen],
+            self.lengths[chosen].tobytes(),
+            self.checksums[chosen].tobytes(),
         )
 
     @staticmethod
@@ -169,11 +194,11 @@ class Locations(msgspec.Struct, frozen=True):
         if len(parts) == 1:
             return parts[0]
         return Locations(
-            slots=np.concatenate([part.slots for part in parts]),
-            offsets=np.concatenate([part.offsets for part in parts]),
-            generations=np.concatenate([part.generations for part in parts]),
-            lengths=np.concatenate([part.lengths for part in parts]),
-            checksums=np.concatenate([part.checksums for part in parts]),
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.offsets for part in parts]),
+            np.concatenate([part.generations for part in parts]),
+            b"".join(part.packed_lengths for part in parts),
+            b"".join(part.packed_checksums for part in parts),
         )
 
 
@@ -194,6 +219,18 @@ class _Recent(msgspec.Struct):
             self.answer = located
         return self.answer
 
+    def recall(self, epoch: int, component: str, shard: int, hashes: bytes) -> Locations | None:
+        """Where ``hashes`` lie, if it says so of all of them."""
+        if component not in self.components or self.shard != shard or self.epoch != epoch:
+            return None
+        at = self.hashes.find(hashes, 0, self.pages * HASH_BYTES)
+        if at < 0 or at % HASH_BYTES:
+            return None
+        first, many = at // HASH_BYTES, len(hashes) // HASH_BYTES
+        if _reply is not None and isinstance(self.answer, bytes) and (columns := _reply.columns(self.answer)) is not None:
+            return Locations.packed(self.answer, columns, first, many)
+        return Locations.of(self.located(), self.pages, self.components.index(component), first, first + many)
+
 
 class RecentMatches:
     """The last matches of one store. Safe from several threads: the deque's append and copy are atomic."""
@@ -211,27 +248,18 @@ class RecentMatches:
     def recall(self, epoch: int, component: str, shard: int, hashes: bytes) -> Locations | None:
         """Locations of ``hashes``, if one recent match of the same session epoch covers them all."""
         oldest = time.monotonic() - RECENT_S
-        for recent in self._latest_first():
+        try:
+            latest = self._recent[-1]  # nearly always the one that is wanted
+        except IndexError:
+            return None
+        if latest.at >= oldest and (where := latest.recall(epoch, component, shard, hashes)) is not None:
+            return where
+        for recent in reversed(tuple(self._recent)):
             if recent.at < oldest:
                 break
-            if component not in recent.components or recent.shard != shard or recent.epoch != epoch:
-                continue
-            pages = recent.pages
-            at = recent.hashes.find(hashes, 0, pages * HASH_BYTES)
-            if at >= 0 and at % HASH_BYTES == 0:
-                first = at // HASH_BYTES
-                last = first + len(hashes) // HASH_BYTES
-                return Locations.of(recent.located(), pages, recent.components.index(component), first, last)
+            if (where := recent.recall(epoch, component, shard, hashes)) is not None:
+                return where
         return None
-
-    def _latest_first(self) -> Iterator[_Recent]:
-        """The last one is nearly always the one that is wanted: the others are copied when it is not."""
-        try:
-            latest = self._recent[-1]
-        except IndexError:
-            return
-        yield latest
-        yield from reversed(tuple(self._recent))
 
     def forget(self) -> None:
         self._recent.clear()

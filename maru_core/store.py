@@ -256,15 +256,16 @@ class Store:
             the object's. Where it is False the destination may hold anything.
         """
         count = len(hashes) // HASH_BYTES
-        loaded = np.zeros(count, bool)
         if not self._fits(count, hashes, buffers) or not count:
-            return loaded
-        return self._guarded(
+            return np.zeros(count, bool)
+        nothing: BoolArray | None = None
+        loaded = self._guarded(
             lambda life: self._transfers.get(life, component, shard, hashes, buffers),
-            loaded,
+            nothing,
             "get",
             lambda kind: self._count(**{f"miss_{kind}": count}),
         )
+        return loaded if loaded is not None else np.zeros(count, bool)
 
     def read(self, component: str, shard: int, hashes: bytes, nbytes: int) -> Reading | None:
         """Locate objects for a reader that copies them itself, in steps; see :class:`maru_core.reading.Reading`.

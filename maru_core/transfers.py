@@ -131,7 +131,7 @@ class Transfers:
         recalled = self.recent.recall(life.epoch, component, shard, hashes)
         where = recalled if recalled is not None else self.locate(life, component, shard, hashes)
         loaded = self._read(life, where, buffers)
-        count = int(np.count_nonzero(loaded))
+        count = loaded.tobytes().count(1)
         if recalled is not None and count < len(loaded):
             # What was remembered has changed since: ask once for those pages.
             again = np.flatnonzero(~loaded)

@@ -270,7 +270,7 @@ def length_not_compared() -> Iterator[Any]:
     def make(original: Any) -> Any:
         def run(self: Transfers, life: Any, where: Any, fragments: Any) -> Any:
             lengths = np.full_like(where.lengths, fragments.nbytes)
-            return original(self, life, msgspec.structs.replace(where, lengths=lengths), fragments)
+            return original(self, life, msgspec.structs.replace(where, packed_lengths=lengths.tobytes()), fragments)
 
         return run
 
