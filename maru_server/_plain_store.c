@@ -30,7 +30,8 @@ static int parse(const unsigned char *data, size_t bytes, Plain *plain) {
         return 0;
     plain->count = hash_bytes / HASH_BYTES;
     plain->wanted = spare_bytes / HASH_BYTES;
-    return parent_bytes == HASH_BYTES && plain->count && hash_bytes == plain->count * HASH_BYTES && slot_bytes == plain->count * 4 &&
+    /* Numbers that no granted slot could have are somebody else's to refuse. */
+    return plain->namespace <= UINT32_MAX && plain->shard <= UINT16_MAX && plain->world <= UINT16_MAX && parent_bytes == HASH_BYTES && plain->count && hash_bytes == plain->count * HASH_BYTES && slot_bytes == plain->count * 4 &&
            generation_bytes == plain->count * 8 && spare_bytes == plain->wanted * HASH_BYTES;
 }
 
@@ -128,8 +129,7 @@ static PyObject *store(PyObject *module, PyObject *args) {
     if (pool == NULL)
         return NULL;
     if (!parse((const unsigned char *)data, (size_t)data_bytes, &asked) || !holder || asked.namespace >= pool->namespaces ||
-        component >= pool->components || asked.namespace > UINT32_MAX || component > UINT16_MAX || asked.shard > UINT16_MAX ||
-        asked.world > UINT16_MAX) {
+        component >= pool->components || component > UINT16_MAX) {
         PyErr_SetString(PyExc_ValueError, "store: the request is not a plain one, or a number is out of range");
         return NULL;
     }

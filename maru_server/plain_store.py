@@ -21,6 +21,8 @@ try:
 except ImportError:  # built without a compiler: every store goes the ordinary way
     _plain_store = None  # type: ignore[assignment]
 
+#: How such a message begins.
+STORE: Final = b"\x9e\xa5Store"
 #: Three fields without spares, as they are packed.
 _NOTHING: Final = b"".join(map(encode, Spare()))
 
@@ -37,7 +39,7 @@ class PlainStores:
         self._components = books.names.components
         self._reservations = books.reservations
         self._limits = books.limits
-        self._pages = books.pages
+        self._later = books.pages.later
         self._new_chains = books.pages.new_chains
         self._quotas = books.pages.tenants.quotas
         self._live_extents = live_extents
@@ -97,13 +99,15 @@ class PlainStores:
         session.heard = time
         session.silent = False
         at, above, chain, generations, reply = stored
-        what = Objects(session, tree, component, shard, world, nbytes, time, time + self._reservation_s, now_ns)
+        what = partial(
+            Objects, session, tree, component, shard, world, nbytes, time, time + self._reservation_s, now_ns
+        )
         # Before anything else is tried: what the pool says is what the books must say.
-        self._pages.later(partial(self._new_chains.stored, what, reservation, at, count, generations, chain, above))
+        self._later(partial(self._new_chains.stored, what, reservation, at, count, generations, chain, above))
         if not wanted:
             return reply
         if self._quotas:
             self._live_extents(time)
-        spare = self._new_chains.grant(what, reservation.slot_bytes, data[-wanted * HASH_BYTES :])
+        spare = self._new_chains.grant(what(), reservation.slot_bytes, data[-wanted * HASH_BYTES :])
         # What was wanted comes last in the request, and what was granted in the reply.
         return reply[: -len(_NOTHING)] + b"".join(map(encode, spare))

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +135,8 @@ class Sessions:
 
     def __init__(self, incarnation: int) -> None:
         self._by_number: dict[int, Session] = {}
+        #: The session of a number, None if there is none. The dictionary's own method: every message asks.
+        self.get: Final = self._by_number.get
         self._by_client: dict[bytes, Session] = {}
         self._accounts: dict[Peer, Account] = {}
         self._next = ((incarnation & 0x7FFFFFFF) << 32) + 1
@@ -143,9 +146,6 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_number.values())
-
-    def get(self, number: int) -> Session | None:
-        return self._by_number.get(number)
 
     def of_client(self, client_id: bytes) -> Session | None:
         return self._by_client.get(client_id)
@@ -202,6 +202,8 @@ class Reservations:
     def __init__(self, slot_count: int, limit: int) -> None:
         self.limit = limit
         self._by_number: dict[int, Reservation] = {}
+        #: The reservation of a number, which must be one.
+        self.get: Final = self._by_number.__getitem__
         self._unused: list[int] = []
         self._highest = 0
         self._of_slot = np.zeros(slot_count, np.uint32)  # number, 0 where the slot is not reserved
@@ -238,9 +240,6 @@ class Reservations:
         """Number of each slot's reservation, 0 where it has none."""
         numbers: npt.NDArray[np.uint32] = self._of_slot[slots]
         return numbers
-
-    def get(self, number: int) -> Reservation:
-        return self._by_number[number]
 
     def __iter__(self) -> Iterator[Reservation]:
         return iter(self._by_number.values())

@@ -36,6 +36,7 @@ from maru_server.leases import Leases
 from maru_server.metrics import Figures
 from maru_server.operator_messages import OperatorMessages
 from maru_server.overview import FOR_EVERYBODY, Overview
+from maru_server.plain_store import STORE
 from maru_server.requests import RefusedError
 from maru_server.sessions import LOCAL, Peer
 from maru_server.upkeep import Upkeep
@@ -103,9 +104,9 @@ class ServerState:
     def answer(self, data: bytes, now: float, peer: Peer = LOCAL) -> bytes | None:
         """The packed reply to a packed request for which there is a shorter way; None for every other, which is :meth:`handle`'s."""
         self._pages.finish()
-        time, engine = self._clock.time(now), self._engine
-        reply = engine.plain_matches.answer(data, time, peer)
-        return reply if reply is not None else engine.plain_stores.answer(data, time, now, peer)
+        if data.startswith(STORE):
+            return self._engine.plain_stores.answer(data, self._clock.time(now), now, peer)
+        return self._engine.plain_matches.answer(data, self._clock.time(now), peer)
 
     def handle(self, message: Request, now: float, peer: Peer = LOCAL) -> Reply | Deferred | None:
         """Do what a client asks. Raises for no message that was decoded.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,9 @@ def record(tag: str = "") -> bytes:
 
 
 class Server:
-    """A server and its pool; ``now`` is the only clock. Every step is followed by the full integrity check."""
+    """A server and its pool; ``now`` is the only clock. Every step is followed by the full integrity check.
+
+    With ``shorter=False`` every message is unpacked and handled, also where the service would have a shorter way."""
 
     def __init__(
         self,
@@ -104,12 +107,15 @@ class Server:
         meta: npt.NDArray[np.uint8] | None = None,
         directory: type[PoolDirectory] = PoolDirectory,
         checked: bool = True,
+        shorter: bool = True,
         **config: Any,
     ) -> None:
         self.geometry = shape or geometry()
         self.meta = np.zeros(self.geometry.off_data, np.uint8) if meta is None else meta
         self.config = StateConfig(**config)
         self.checked = checked
+        self.shorter = shorter
+        self.went_shorter: Counter[type] = Counter()
         self.now = 1000.0
         self.incarnation = 0
         self._directory_type = directory
@@ -146,7 +152,8 @@ class Server:
 
     def send(self, message: Request, peer: Peer = LOCAL) -> Reply | None:
         # As the service does it.
-        packed = self.state.answer(encode(message), self.now, peer)
+        packed = self.state.answer(encode(message), self.now, peer) if self.shorter else None
+        self.went_shorter[type(message)] += packed is not None
         reply = self.state.handle(message, self.now, peer) if packed is None else decode_reply(packed)
         self._check()
         return reply

@@ -439,11 +439,16 @@ def test_a_store_that_cannot_be_is_refused(server: Server, client: Client, chang
 
 # ---------------------------------------------------------------- at random
 
+#: Which chain (any is one that nobody knows yet), first page, pages.
+WHERE = (st.sampled_from(["a", "b", "c", "any", "any"]), st.just(0) | st.integers(0, 5), st.integers(1, 3))
+ASKS = st.tuples(st.just("ask"), st.integers(0, 1), *WHERE, st.integers(1, 8))
+STORES = st.tuples(st.just("store"), st.integers(0, 1), *WHERE, st.integers(0, 5))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(0, 1), st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 3), st.integers(1, 4)),
-        st.tuples(st.just("store"), st.integers(0, 1), st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 3), st.integers(0, 3)),
-        st.tuples(st.just("store"), st.integers(0, 1), st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 3), st.integers(0, 3)),
+        ASKS,
+        STORES,
+        STORES,
+        STORES,
         st.tuples(st.just("delete"), st.sampled_from("abc"), st.integers(0, 5)),
         st.tuples(st.just("evict"), st.integers(1, 4)),
         st.tuples(st.just("wait"), st.integers(1, 30)),
@@ -451,7 +456,7 @@ STEPS = st.lists(
         st.tuples(st.just("restart")),
     ),
     max_size=25,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -477,6 +482,10 @@ def test_whatever_happens_a_page_has_the_slot_in_which_it_was_written(steps: lis
             who, name, start, count, last = rest
             client = clients[who]
             client.connect()
+            if name == "any":
+                name, start = f"chain {number}", 0
+            if kind == "store" and not spares[who]:
+                kind, last = "ask", 4
             hashes, parent = chain(name, count, start), chain(name, 1, start - 1) if start else ROOT
             if kind == "ask":
                 grant, ahead = ask(client, hashes, names(number, last), parent=parent)
@@ -493,6 +502,8 @@ def test_whatever_happens_a_page_has_the_slot_in_which_it_was_written(steps: lis
                 reply = store(client, hashes, ahead, last, parent=parent, spares=names(number, 2))
                 if reply.status == STORED:
                     note(hashes, ahead.slots[part[0]], ahead.generations[part[1]])
+                if reply.status == GONE:
+                    spares[who].pop()
                 if len(Ahead(reply)):
                     spares[who].append(Ahead(reply))
         elif kind == "delete":
@@ -509,7 +520,7 @@ def test_whatever_happens_a_page_has_the_slot_in_which_it_was_written(steps: lis
         else:
             server.restart()
         clients[1].connect()
-        for name in "abc":
+        for name in ["a", "b", "c", *(f"chain {past}" for past in range(number + 1))]:
             place = clients[1].match(chain(name, 9), sparse=True)
             for at, slot in enumerate(place.slots):
                 page = chain(name, 1, at)
