@@ -227,7 +227,11 @@ class _Recent(msgspec.Struct):
         if at < 0 or at % HASH_BYTES:
             return None
         first, many = at // HASH_BYTES, len(hashes) // HASH_BYTES
-        if _reply is not None and isinstance(self.answer, bytes) and (columns := _reply.columns(self.answer)) is not None:
+        if (
+            _reply is not None
+            and isinstance(self.answer, bytes)
+            and (columns := _reply.columns(self.answer)) is not None
+        ):
             return Locations.packed(self.answer, columns, first, many)
         return Locations.of(self.located(), self.pages, self.components.index(component), first, first + many)
 

@@ -10,7 +10,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, overload
 
 import msgspec
 import zmq
@@ -217,14 +217,27 @@ class SocketPool:
                 self._context.term()
 
 
+@overload
+def exchange(
+    socket: Socket, rid: int, data: bytes, deadline: float, given_up: Callable[[], bool] | None = None
+) -> Reply: ...
+@overload
+def exchange(
+    socket: Socket,
+    rid: int,
+    data: bytes,
+    deadline: float,
+    given_up: Callable[[], bool] | None,
+    read: Callable[[bytes], A],
+) -> A: ...
 def exchange(
     socket: Socket,
     rid: int,
     data: bytes,
     deadline: float,
     given_up: Callable[[], bool] | None = None,
-    read: Callable[[bytes], A] = protocol.decode_reply,  # type: ignore[assignment]
-) -> A:
+    read: Callable[[bytes], Any] = protocol.decode_reply,
+) -> Any:
     """One request and the reply that repeats its ``rid``; everything else that arrives is dropped.
 
     Args:
@@ -258,10 +271,7 @@ def exchange(
     raise NoAnswerError(garbage)
 
 
-def read_reply(
-    socket: Socket,
-    read: Callable[[bytes], A] = protocol.decode_reply,  # type: ignore[assignment]
-) -> A | None:
+def read_reply(socket: Socket, read: Callable[[bytes], Any] = protocol.decode_reply) -> Any:
     """The reply that has arrived; None if it is not one. ``read`` as of :func:`exchange`.
 
     Raises:

@@ -46,7 +46,10 @@ def noted(server: Server) -> Any:
     return copy.deepcopy(
         (
             {name: count for name, count in books.pages.counts.items() if count},
-            {number: {name: count for name, count in tree.counts.items() if count} for number, tree in books.trees.items()},
+            {
+                number: {name: count for name, count in tree.counts.items() if count}
+                for number, tree in books.trees.items()
+            },
             [
                 (s.number, s.heard, s.silent, s.account.messages_left, s.account.pages_left, s.account.refilled)
                 for s in books.sessions
@@ -75,7 +78,9 @@ def both(server: Server, data: bytes, peer: Peer = LOCAL) -> tuple[bytes | None,
             session.account.pages_left, session.account.refilled = account.pages_left, account.refilled
             session.heard, session.silent = -math.inf, True
         for now, then in zip(
-            [server.state.books.pages.counts, *(t.counts for t in server.state.books.trees.values())], counts, strict=True
+            [server.state.books.pages.counts, *(t.counts for t in server.state.books.trees.values())],
+            counts,
+            strict=True,
         ):
             now.clear()
             now.update(then)
