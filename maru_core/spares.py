@@ -22,8 +22,8 @@ PAGES_MAX: Final = 32
 BYTES_MAX: Final = 16 << 20
 #: Puts like the one at hand that a grant is for: most puts then ask for nothing.
 PUTS_AHEAD: Final = 4
-#: Grants that a store keeps at a time, of all kinds.
-GRANTS_MAX: Final = 4
+#: Grants that a store keeps at a time, of all kinds: a model may have several components, each with objects of its own size.
+GRANTS_MAX: Final = 8
 #: They are not written to when they were asked for longer ago than this, seconds, nor than half a lease: far less than a server lets pass
 #: between a reserve and its commit before it puts the slots in quarantine, and less than it lets pass before it takes a client for silent.
 AGE_MAX_S: Final = 5.0
@@ -63,17 +63,24 @@ class Spare(msgspec.Struct, frozen=True, gc=False):
     offsets: bytes
     generations: bytes
 
-    @property
-    def pages(self) -> int:
-        """How many pages they are for."""
-        return len(self.slots) // 4
 
-    def split(self, pages: int) -> tuple[Spare, Spare]:
-        """The first ``pages`` slots, and the rest."""
-        kind, asked, slots, offsets, generations = self.kind, self.asked, self.slots, self.offsets, self.generations
-        return (
-            Spare(kind, asked, slots[: 4 * pages], offsets[: 8 * pages], generations[: 8 * pages]),
-            Spare(kind, asked, slots[4 * pages :], offsets[8 * pages :], generations[8 * pages :]),
+class _Grant(msgspec.Struct, gc=False):
+    """What is left of a spare: its slots from ``at`` on, ``left`` of them."""
+
+    spare: Spare
+    left: int
+    at: int = 0
+
+    def cut(self, pages: int) -> Spare:
+        """The next so many slots, which are no longer here."""
+        spare, at, end = self.spare, self.at, self.at + pages
+        self.at, self.left = end, self.left - pages
+        return Spare(
+            spare.kind,
+            spare.asked,
+            spare.slots[4 * at : 4 * end],
+            spare.offsets[8 * at : 8 * end],
+            spare.generations[8 * at : 8 * end],
         )
 
 
@@ -82,30 +89,34 @@ class Spares:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._grants: list[Spare] = []
+        self._grants: list[_Grant] = []
         self._dropped: collections.deque[Spare] = collections.deque(maxlen=DROPPED_MAX)
         self._random = b""  # for names that are made up; drawn in one go, which costs as much as one name
         self._pauses: dict[Kind, int] = {}
 
-    def take(self, kind: Kind, count: int, oldest: float) -> Spare | None:
-        """``count`` slots of this kind that were asked for at ``oldest`` or later; the rest of their grant stays here. None where there are
-        none, or in a pause."""
+    def take(self, kind: Kind, count: int, oldest: float) -> tuple[Spare, bool] | None:
+        """``count`` slots of this kind that were asked for at ``oldest`` or later; the rest of their grant stays here. With them, whether
+        more should be asked for: see :meth:`names`. None where there are none, or in a pause."""
         with self._lock:
-            if self._pauses.get(kind):
+            if self._pauses and self._pauses.get(kind):
                 return None
             for at, grant in enumerate(self._grants):
-                if grant.kind == kind and grant.pages >= count and grant.asked >= oldest:
-                    taken, rest = grant.split(count)
-                    if rest.pages:
-                        self._grants[at] = rest
-                    else:
+                if grant.left >= count and grant.spare.asked >= oldest and grant.spare.kind == kind:
+                    taken = grant.cut(count)
+                    if not grant.left:
                         del self._grants[at]
-                    return taken
+                    return taken, self._wants(kind, count)
         return None
 
-    def add(self, grant: Spare) -> None:
+    def _wants(self, kind: Kind, count: int) -> bool:
+        """Whether there are too few for the next put, and room for more. With the lock."""
+        if len(self._grants) >= GRANTS_MAX:
+            return False
+        return not any(grant.left >= count and grant.spare.kind == kind for grant in self._grants)
+
+    def add(self, spare: Spare) -> None:
         with self._lock:
-            self._grants.append(grant)
+            self._grants.append(_Grant(spare, len(spare.slots) // 4))
 
     def names(self, kind: Kind, count: int) -> bytes:
         """Made-up page hashes for as many slots as should be asked for ahead, where the put at hand has ``count`` pages; none where there are
@@ -115,9 +126,7 @@ class Spares:
             if pause:
                 self._pauses[kind] = pause - 1
                 return b""
-            if len(self._grants) >= GRANTS_MAX or any(
-                grant.kind == kind and grant.pages >= count for grant in self._grants
-            ):
+            if not self._wants(kind, count):
                 return b""
             nbytes = HASH_BYTES * max(count, min(PUTS_AHEAD * count, PAGES_MAX, BYTES_MAX // kind.nbytes))
             if len(self._random) < nbytes:
@@ -141,7 +150,13 @@ class Spares:
         with self._lock:
             if not self._grants and not self._dropped:
                 return []
-            every, dropped = self._grants, list(self._dropped)
+            found = list(self._dropped)
             self._dropped.clear()
-            self._grants = [grant for grant in every if grant.asked >= oldest and grant.kind.epoch == epoch]
-            return dropped + [grant for grant in every if grant.asked < oldest or grant.kind.epoch != epoch]
+            kept = []
+            for grant in self._grants:
+                if grant.spare.asked >= oldest and grant.spare.kind.epoch == epoch:
+                    kept.append(grant)
+                else:
+                    found.append(grant.cut(grant.left))
+            self._grants = kept
+            return found

@@ -381,9 +381,10 @@ class Transfers:
         """Copy into slots that are there ahead, and store, in one message. False where nothing was stored and a reserve may help."""
         count = len(hashes) // HASH_BYTES
         # What was asked for long ago may already be someone else's, or be about to: it is not written to.
-        spare = self._spares.take(kind, count, oldest(life.lease_s))
-        if spare is None:
+        taken = self._spares.take(kind, count, oldest(life.lease_s))
+        if taken is None:
             return False
+        spare, more = taken
         slots, offsets = np.frombuffer(spare.slots, "<u4"), np.frombuffer(spare.offsets, "<u8")
         reach, epoch = life.reach, life.epoch
         try:
@@ -395,7 +396,8 @@ class Transfers:
             except BaseException:
                 self._session.end_writing(count, epoch=epoch)
                 raise
-            names, asked = self._spares.names(kind, count), now()
+            asked = now()
+            names = self._spares.names(kind, count) if more else b""
             reply = self._session.store(
                 kind.namespace,
                 kind.component,
