@@ -13,9 +13,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -45,10 +45,34 @@ def _stop_the_rest() -> None:
         process.stop()
 
 
-def _as_child(unmasked: Iterable[int]) -> None:
+def _as_child() -> None:
     # Otherwise a SIGKILL of the experiment leaves servers of gigabytes behind.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
+
+
+@contextlib.contextmanager
+def _interrupts_put_off() -> Iterator[None]:
+    """What would interrupt the block comes at its end. By handlers and not by a mask: a signal goes to any thread that lets it, and its
+    handler to the main thread, which is the one here."""
+    came: list[int] = []
+    handlers = {
+        number: handler
+        for number in _INTERRUPTS
+        if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN) and _in_main_thread()
+    }
+    for number in handlers:
+        signal.signal(number, lambda which, _: came.append(which))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for which in came:
+            signal.raise_signal(which)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _of_group(group: int) -> list[Path]:
@@ -93,29 +117,28 @@ class ManagedProcess:
         self.argv = list(argv)
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
         try:
-            with log.open("wb") as out:
-                self._popen = subprocess.Popen(
-                    self.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {})},
-                    pass_fds=tuple(pass_fds),
-                    start_new_session=True,
-                    preexec_fn=partial(_as_child, before),
-                )
-        except BaseException as error:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if not isinstance(error, OSError):
-                raise
-            raise ServerFailedError(f"cannot start {name} ({self.argv[0]}): {error.strerror or error}") from error
-        _started.add(self)
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what came meanwhile is raised here
+            with _interrupts_put_off():
+                try:
+                    with log.open("wb") as out:
+                        self._popen = subprocess.Popen(
+                            self.argv,
+                            stdin=subprocess.DEVNULL,
+                            stdout=out,
+                            stderr=subprocess.STDOUT,
+                            env={**os.environ, **(env or {})},
+                            pass_fds=tuple(pass_fds),
+                            start_new_session=True,
+                            preexec_fn=_as_child,
+                        )
+                except OSError as error:
+                    raise ServerFailedError(
+                        f"cannot start {name} ({self.argv[0]}): {error.strerror or error}"
+                    ) from error
+                _started.add(self)
         except BaseException:
-            self.kill()
+            if self in _started:  # interrupted, and nobody knows of it yet
+                self.kill()
             raise
 
     @property

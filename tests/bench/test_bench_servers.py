@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,19 @@ def test_a_failure_names_the_process_its_status_and_the_end_of_its_log(tmp_path:
 
 
 def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there already, and nobody who could stop it knows of it yet."""
+    """It is there already, and nobody who could stop it knows of it yet. Other threads may be the ones that get the signal."""
     started: list[int] = []
+    over = threading.Event()
+    others = [threading.Thread(target=over.wait) for _ in range(8)]
+    for thread in others:
+        thread.start()
 
     class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             started.append(self.pid)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(others[0].ident or 0, signal.SIGINT)
+            time.sleep(0.05)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -121,6 +127,7 @@ def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path: Path, monkeypa
                 ManagedProcess("sleeper", ["sleep", "600"], tmp_path / "log")
     finally:
         signal.signal(signal.SIGINT, before)
+        over.set()
     [pid] = started
     assert not Path(f"/proc/{pid}").exists()
     # What is put off here is not put off there.
