@@ -68,6 +68,32 @@ def test_what_one_store_puts_another_gets(open_store) -> None:
     assert a.metrics.stored_pages == 40
 
 
+def test_a_prefix_says_how_far_and_why_not_further_and_remembers_no_more(
+    open_store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_store(), open_store()
+    chain, pages = hashes(8), Pages(8, SIZES, seed=1)
+    assert a.put("kv", 0, 1, ROOT, chain[: 5 * HASH_BYTES], pages.fragments.select(slice(0, 5))).all()
+    assert b.prefix(["kv"], 0, chain) == 5
+    assert b.prefix(["never"], 0, chain) == 0
+    metrics = b.metrics
+    assert (metrics.queried_pages, metrics.hit_pages) == (16, 5)
+    assert metrics.lookup_not_stored + metrics.lookup_incomplete == 3 + 8
+    # The rest is stored meanwhile: what was found is loaded without asking, and what was not is asked for.
+    assert put(a, chain, pages).all()
+    asked = []
+    match = b._session.match
+    monkeypatch.setattr(b._session, "match", lambda *args, **named: asked.append(args) or match(*args, **named))
+    loaded, copy = get(b, chain[: 5 * HASH_BYTES])
+    assert loaded.all()
+    assert copy.same(pages).all()
+    assert not asked
+    loaded, copy = get(b, chain[4 * HASH_BYTES :])
+    assert loaded.all()
+    assert [copy.page(at) for at in range(4)] == [pages.page(at) for at in range(4, 8)]
+    assert len(asked) == 1
+
+
 def test_putting_again_copies_nothing(open_store) -> None:
     a, b = open_store(), open_store()
     chain, pages = hashes(8), Pages(8, SIZES, seed=1)
