@@ -26,29 +26,21 @@ class Housekeeping:
     def __init__(self, look_after: Callable[[], None]) -> None:
         self._look_after = look_after
         self._chores: queue.SimpleQueue[tuple[PoolMemory, int] | None] = queue.SimpleQueue()
-        # Extents asked for. Added to by any thread: at worst two of them ask for one twice, which is harmless.
-        self._populated: set[tuple[bytes, int]] = set()
-        # Of the last batch: memory and extent, written and read as one.
-        self._latest: tuple[PoolMemory | None, int] = None, 0
+        # Extents asked for, by pool. Added to by any thread: at worst two of them ask for one twice, which is harmless.
+        self._populated: dict[bytes, set[int]] = {}
         self._thread = threading.Thread(target=self._run, name="maru-keeper", daemon=True)
         self._thread.start()
 
     def populate(self, memory: PoolMemory, slots: npt.NDArray[np.uint32]) -> None:
         """Have the page tables of extents that come into use filled in the background, not by the copy's page faults."""
-        if not len(slots):
-            return
-        geometry = memory.geometry
-        each, latest = geometry.slots_per_extent, self._latest
-        extent = slots.item(0) // each
-        if latest[0] is memory and latest[1] == extent == slots.item(-1) // each:
-            return  # as the last time
-        self._latest = memory, extent
+        count, geometry = len(slots), memory.geometry
+        each, known = geometry.slots_per_extent, self._populated.setdefault(geometry.pool_uuid, set())
         # Batches lie in few extents, next to each other: some of the slots tell which. What is missed is met again.
-        for at in {0, len(slots) // 3, 2 * len(slots) // 3, len(slots) - 1}:
-            key = (geometry.pool_uuid, slots.item(at) // each)
-            if key not in self._populated:
-                self._populated.add(key)
-                self._chores.put((memory, key[1]))
+        for at in (0, count // 3, 2 * count // 3, count - 1) if count > 1 else range(count):
+            extent = slots.item(at) // each
+            if extent not in known:
+                known.add(extent)
+                self._chores.put((memory, extent))
 
     def stop(self, timeout_s: float) -> None:
         """End the thread, within ``timeout_s`` seconds."""

@@ -213,11 +213,13 @@ class _Recent(msgspec.Struct):
 
     def located(self) -> Located:
         """The answer, unpacked once; twice where two threads want it at the same time, and no harm done."""
-        if isinstance(self.answer, bytes):
-            located = decode_reply(self.answer)
-            assert isinstance(located, Located)
-            self.answer = located
-        return self.answer
+        answer = self.answer  # once: another thread may unpack it meanwhile
+        if isinstance(answer, Located):
+            return answer
+        located = decode_reply(answer)
+        assert isinstance(located, Located)
+        self.answer = located
+        return located
 
     def recall(self, epoch: int, component: str, shard: int, hashes: bytes) -> Locations | None:
         """Where ``hashes`` lie, if it says so of all of them."""
@@ -226,13 +228,9 @@ class _Recent(msgspec.Struct):
         at = self.hashes.find(hashes, 0, self.pages * HASH_BYTES)
         if at < 0 or at % HASH_BYTES:
             return None
-        first, many = at // HASH_BYTES, len(hashes) // HASH_BYTES
-        if (
-            _reply is not None
-            and isinstance(self.answer, bytes)
-            and (columns := _reply.columns(self.answer)) is not None
-        ):
-            return Locations.packed(self.answer, columns, first, many)
+        first, many, answer = at // HASH_BYTES, len(hashes) // HASH_BYTES, self.answer
+        if _reply is not None and isinstance(answer, bytes) and (columns := _reply.columns(answer)) is not None:
+            return Locations.packed(answer, columns, first, many)
         return Locations.of(self.located(), self.pages, self.components.index(component), first, first + many)
 
 

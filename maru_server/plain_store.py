@@ -58,7 +58,8 @@ class PlainStores:
             )
 
     def answer(self, data: bytes, time: float, now: float, peer: Peer = LOCAL) -> bytes | None:
-        """The packed reply to a packed request; None where :meth:`ServerState.handle` must be asked, and then nothing was changed."""
+        """The packed reply to a packed request; None where :meth:`ServerState.handle` must be asked, and then nothing was changed. Whatever
+        is raised may come after the pages were published."""
         if self._pool is None or (asked := _plain_store.plain(data, self._pool, SPARES_MAX)) is None:
             return None
         number, namespace, name, shard, world, nbytes, count, wanted, holder = asked
@@ -104,10 +105,10 @@ class PlainStores:
         )
         # Before anything else is tried: what the pool says is what the books must say.
         self._later(partial(self._new_chains.stored, what, reservation, at, count, generations, chain, above))
-        if not wanted:
-            return reply
         if self._quotas:
             self._live_extents(time)
+        if not wanted:
+            return reply
         spare = self._new_chains.grant(what(), reservation.slot_bytes, data[-wanted * HASH_BYTES :])
         # What was wanted comes last in the request, and what was granted in the reply.
         return reply[: -len(_NOTHING)] + b"".join(map(encode, spare))

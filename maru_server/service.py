@@ -308,29 +308,16 @@ class Service:
             elif len(frames[1]) > protocol.MAX_REQUEST_BYTES:
                 # Unread: it may unfold into a hundred times as many objects.
                 reply = self._refuse(0, f"{len(frames[1])} bytes where {protocol.MAX_REQUEST_BYTES} are the most")
-            elif (packed := self._answer(frames[1], now, peer)) is not None:
-                kind, reply, data = _SHORT[frames[1][2:3]], None, packed
             else:
                 try:
-                    message: Request = protocol.decode_request(frames[1])
-                except Exception as error:
-                    # Not only msgspec's own: deep nesting is a RecursionError, and no bytes may end the loop.
-                    reply = self._undecodable(frames[1], error)
+                    packed = None if peer is None else self._state.answer(frames[1], now, peer)
+                except Exception:
+                    kind, reply = self._broken_off(frames[1])
                 else:
-                    kind = type(message)
-                    if type(message) is Hello and message.protocol != PROTOCOL_VERSION:
-                        reply = self._wrong_version(message.rid, message.protocol)
-                    elif peer is None:
-                        reply = self._revoked(message)
+                    if packed is None:
+                        kind, reply = self._handle(frames, now, peer)
                     else:
-                        try:
-                            answer = self._state.handle(message, now, peer)
-                            if isinstance(answer, Deferred):
-                                reply = self.defer(frames[0], answer.rid, answer.work)
-                            else:
-                                reply = answer
-                        except Exception:
-                            reply = self._fault(message)
+                        kind, reply, data = _SHORT[frames[1][2:3]], None, packed
             if reply is not None:
                 data = protocol.encode(reply)
             if data:
@@ -343,16 +330,31 @@ class Service:
         except Exception:
             self._faults.log("a reply could not be sent")
 
-    def _answer(self, data: bytes, now: float, peer: Peer | None) -> bytes | None:
-        """The packed reply to what has a shorter way than the ordinary one."""
-        if peer is None:
-            return None
+    def _handle(self, frames: list[bytes], now: float, peer: Peer | None) -> tuple[type, Reply | None]:
+        """The ordinary way of a request: which it is, and the reply, if one is sent now."""
         try:
-            return self._state.answer(data, now, peer)
+            message: Request = protocol.decode_request(frames[1])
+        except Exception as error:
+            # Not only msgspec's own: deep nesting is a RecursionError, and no bytes may end the loop.
+            return type(None), self._undecodable(frames[1], error)
+        kind = type(message)
+        if type(message) is Hello and message.protocol != PROTOCOL_VERSION:
+            return kind, self._wrong_version(message.rid, message.protocol)
+        if peer is None:
+            return kind, self._revoked(message)
+        try:
+            answer = self._state.handle(message, now, peer)
+            return kind, self.defer(frames[0], answer.rid, answer.work) if isinstance(answer, Deferred) else answer
         except Exception:
-            # The ordinary way may do better.
-            self._faults.log("a request failed that went the shorter way")
-            return None
+            return kind, self._fault(message)
+
+    def _broken_off(self, data: bytes) -> tuple[type, Reply | None]:
+        """The shorter way failed, and nobody knows how far it came: it is not tried again by the ordinary one."""
+        try:
+            message: Request = protocol.decode_request(data)
+        except Exception as error:
+            return type(None), self._undecodable(data, error)
+        return type(message), self._fault(message)
 
     def _undecodable(self, data: bytes, error: Exception) -> Reply:
         name, first, second = _head(data)
