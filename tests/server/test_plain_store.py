@@ -54,6 +54,8 @@ class Twin(Server):
         books, theirs = self.state.books, ordinary.state.books
         for number in books.trees:
             assert columns(books.trees[number]) == columns(theirs.trees[number])
+        heard = [[(one.number, one.heard, one.silent) for one in each.sessions] for each in (books, theirs)]
+        assert heard[0] == heard[1]
         accounts = [[session.account for session in each.sessions] for each in (books, theirs)]
         for one, other in zip(*accounts, strict=True):
             assert (one.reservations, one.reserved_bytes) == (other.reservations, other.reserved_bytes)
