@@ -172,7 +172,7 @@ class Store:
             return self.find(dict.fromkeys(components, Want()), shard, hashes).pages
         component = components[0]
         return self._guarded(
-            lambda life: self._transfers.prefix(life, component, shard, hashes),
+            lambda life: self._transfers.prefix(life, component, shard, hashes).pages,
             0,
             "unavailable lookup",
             lambda kind: self._count(**{f"lookup_{kind}": count}),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from maru_core.errors import MaruError, PoolError, ServerUnavailableError
 from maru_core.finding import Finding, Found, part, pieces
 from maru_core.lives import StoreLife
-from maru_core.locations import Locations, RecentMatches
+from maru_core.locations import Locations, Outline, RecentMatches
 from maru_core.mover import Buffers, slot_checksums
 from maru_core.protocol import (
     HASH_BYTES,
@@ -75,8 +75,8 @@ class Transfers:
 
     # ------------------------------------------------------------ find
 
-    def prefix(self, life: StoreLife, component: str, shard: int, hashes: bytes) -> int:
-        """As :meth:`find` says it of one component without rules, where that is all that is wanted. Of no more pages than one message has."""
+    def prefix(self, life: StoreLife, component: str, shard: int, hashes: bytes) -> Outline:
+        """As :meth:`find` finds it where it is asked for one component, without rules or a hold, and of no more pages than one message has."""
         count = len(hashes) // HASH_BYTES
         outline = self._session.prefix(life.namespace, component, shard, hashes, epoch=life.epoch)
         pages = outline.pages
@@ -85,13 +85,16 @@ class Transfers:
         self._count(queried_pages=count, hit_pages=pages)
         if pages < count and outline.why:
             self._count(**{f"lookup_{MissReason(outline.why).name.lower()}": count - pages})
-        return pages
+        return outline
 
     def find(self, life: StoreLife, wants: Mapping[str, Want], shard: int, hashes: bytes, hold: Hold | None) -> Found:
         """How far a chain is there by the rules of each component; see :meth:`maru_core.store.Store.find`."""
         count = len(hashes) // HASH_BYTES
         components = list(wants)
         rules = list(wants.values()) if any(want.rule for want in wants.values()) else []
+        if len(components) == 1 and not rules and hold is None and 0 < count <= MAX_BATCH:
+            outline = self.prefix(life, components[0], shard, hashes)
+            return Found(outline.pages, None, {components[0]: outline.pages}, MissReason(outline.why), 0.0)
 
         def ask(chunk: bytes) -> Located:
             located = self._session.match(

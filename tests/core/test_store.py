@@ -83,6 +83,13 @@ def test_a_prefix_says_how_far_and_why_not_further_and_remembers_no_more(
     metrics = b.metrics
     assert (metrics.queried_pages, metrics.hit_pages) == (16, 5)
     assert metrics.lookup_not_stored + metrics.lookup_incomplete == 3 + 8
+    found = b.find({"kv": Want()}, 0, chain)
+    assert (found.pages, found.ends.tolist(), found.covered) == (5, [1, 2, 3, 4, 5], {"kv": 5})
+    assert (found.why, found.held_s) == (MissReason.NOT_STORED, 0.0)
+    assert b.find({"kv": Want()}, 0, chain[: 5 * HASH_BYTES]).why == MissReason.NONE
+    # With a hold, or with another component, every detail is asked for; the answer is the same.
+    assert b.find({"kv": Want()}, 0, chain, hold=Hold(b"request", 1, 5.0)).pages == 5
+    assert b.find({"kv": Want(), "never": Want()}, 0, chain).covered == {"kv": 5, "never": 0}
     # The rest is stored meanwhile: what was found is loaded without asking, and what was not is asked for.
     assert put(a, chain, pages).all()
     asked = []
