@@ -75,11 +75,15 @@ class Rig:
         for cable in self.cables:
             cable.plug()
             cable.free()
+        self.supervise()
+        for agent in self.agents:
+            agent.wait_announced()
+
+    def supervise(self) -> None:
+        """Start agents again that have ended. UCX may end one whose client is gone in the middle, also some seconds later."""
         for number, agent in enumerate(self.agents):
             if agent.process is None or agent.process.poll() is not None:
                 self.agents[number] = self.agent(number)
-        for agent in self.agents:
-            agent.wait_announced()
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +134,15 @@ def far(rig: Rig, near: FarStore) -> Iterator[FarStore]:
     store.close()
 
 
-def await_served(store: FarStore, what: str) -> None:
-    """Until chain 1 is loaded, with nothing wrong at any time."""
-    await_condition(lambda: store.prefix(1, BASE[0]) == BASE[0] and store.get(1, *BASE).all(), what, 120)
+def await_served(store: FarStore, what: str, rig: Rig | None = None) -> None:
+    """Until chain 1 is loaded, with nothing wrong at any time; with ``rig`` as its agents' supervisor."""
+
+    def served() -> bool:
+        if rig is not None:
+            rig.supervise()
+        return store.prefix(1, BASE[0]) == BASE[0] and bool(store.get(1, *BASE).all())
+
+    await_condition(served, what, 120)
 
 
 # ---------------------------------------------------------------- nothing goes wrong
@@ -348,19 +358,19 @@ def taken(store: FarStore) -> int:
 
 
 def test_hosts_go_away_and_come_back(rig: Rig, near: FarStore, far: FarStore) -> None:
-    """First one memory node, then both, then the server. (UCX may end an agent whose client is gone in the middle: then it is started again,
-    as its supervisor does.)"""
+    """First one memory node, then both, then the server. (UCX may end an agent whose client is gone in the middle, at once or when it gives
+    up waiting: then it is started again, as its supervisor does.)"""
     rig.nodes[1].pull()
     await_served(far, "the other node serves")
     rig.nodes[0].pull()
     await_condition(lambda: not far.get(1, *BASE).any(), "nothing can be loaded", 60)
     rig.settle()
-    await_served(far, "the nodes are back")
+    await_served(far, "the nodes are back", rig)
     rig.server_host.pull()
     assert not far.get(1, *BASE).any(), "nobody can say that it is still there"
     assert not far.put(rig.seed(), *BASE).any()
     rig.settle()
-    await_served(far, "the server is back")
+    await_served(far, "the server is back", rig)
     other = rig.seed()
     await_condition(lambda: far.put(other, *BASE).all(), "stores too", 60)
     assert near.get(other, *BASE).all()
