@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -101,6 +102,21 @@ class Pages:
     def same(self, other: Pages) -> np.ndarray:
         """For each page, whether all its bytes equal the other's."""
         return np.array([self.page(i) == other.page(i) for i in range(self.count)])
+
+
+def damaged(chance: random.Random, data: bytes, head: int | None = None) -> bytes:
+    """The bytes with one to three of them changed, left out or put in; with ``head`` mostly among the first so many."""
+    found = bytearray(data)
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        at = chance.randrange(len(found) if head is None or chance.random() > 0.7 else min(head, len(found)))
+        what = chance.random()
+        if what < 0.65:
+            found[at] = chance.choice([chance.randrange(256), 0, 0x7F, 0x80, 0xC4, 0xCC, 0xCF, 0xFF])
+        elif what < 0.85:
+            del found[at]
+        else:
+            found.insert(at, chance.randrange(256))
+    return bytes(found)
 
 
 class ServerProcess:

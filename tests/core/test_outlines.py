@@ -25,6 +25,7 @@ from maru_core.protocol import (
     decode_reply,
     encode,
 )
+from support import damaged
 
 ASKED = 40
 CHANCE = np.random.default_rng(3)
@@ -125,20 +126,12 @@ def test_damaged_bytes_are_read_as_the_whole_reply_is() -> None:
     chance, taken = random.Random(1), 0
     good = encode(located(3, rid=1 << 20, incarnation=1 << 40))
     for _ in range(20_000):
-        data = bytearray(good)
-        for _ in range(chance.choice([1, 1, 2])):
-            at, what = chance.randrange(len(data)), chance.random()
-            if what < 0.6:
-                data[at] = chance.choice([chance.randrange(256), 0, 0x7F, 0x80, 0xC4, 0xCC, 0xCF, 0xFF])
-            elif what < 0.8:
-                del data[at]
-            else:
-                data.insert(at, chance.randrange(256))
-        seen = locations._reply.outline(bytes(data), ASKED)
+        data = damaged(chance, good)
+        seen = locations._reply.outline(data, ASKED)
         if seen is None:
             continue
         taken += 1
-        reply = decode_reply(bytes(data))
+        reply = decode_reply(data)
         assert isinstance(reply, Located)
         assert (reply.rid, reply.incarnation, reply.pages, reply.why) == seen
         assert seen[3] not in locations._REASONS or answers(asking(), reply)

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -18,7 +16,6 @@ import pytest
 
 from maru_core import finding, transfers
 from maru_core.errors import ConfigError, PoolError, PoolTooSmallError
-from maru_core.housekeeping import Housekeeping
 from maru_core.namespace import Namespace
 from maru_core.pool import PoolMemory, parse_pool_uri
 from maru_core.protocol import HASH_BYTES, ROOT, Committed, Hold, MissReason, Rule, Want
@@ -410,29 +407,6 @@ def test_a_closed_store_maps_nothing(open_store, server: ServerProcess) -> None:
     assert mapped()
     store.close()
     assert not mapped()
-
-
-def test_all_extents_that_come_into_use_are_populated() -> None:
-    class Memory:
-        geometry = SimpleNamespace(pool_uuid=b"pool", slots_per_extent=64)
-        asked: ClassVar[list[int]] = []
-
-        def populate(self, extent: int) -> None:
-            self.asked.append(extent)
-
-    house = Housekeeping(lambda: None)
-    memory: Any = Memory()
-    try:
-        house.populate(memory, np.arange(4, dtype=np.uint32))
-        for _ in range(3):
-            # Begins and ends where the last one was.
-            house.populate(memory, np.array([60, 61, 64, 65, 130, 131, 62, 63], np.uint32))
-        house.populate(memory, np.array([200], np.uint32))
-        house.populate(memory, np.empty(0, np.uint32))
-        await_condition(lambda: len(memory.asked) >= 4, "extents are populated")
-    finally:
-        house.stop(5.0)
-    assert memory.asked == [0, 1, 2, 3]
 
 
 def test_nothing_raises_after_close(open_store) -> None:

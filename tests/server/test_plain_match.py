@@ -30,6 +30,7 @@ from maru_core.protocol import (
 from maru_server import plain_match
 from maru_server.requests import MAX_WORLD
 from maru_server.sessions import LOCAL, Peer
+from tests.support import damaged
 
 pytestmark = pytest.mark.skipif(
     plain_match._native is None, reason="built without a compiler: there is the ordinary way only"
@@ -257,25 +258,15 @@ def test_damaged_bytes_are_answered_as_the_ordinary_way_answers_them_or_left_to_
     chance = random.Random(1)
     taken = 0
     for _ in range(20_000):
-        data = bytearray(good)
-        for _ in range(chance.choice([1, 1, 1, 2, 3])):
-            # Mostly where something other than a hash is.
-            at = chance.randrange(40) if chance.random() < 0.7 else chance.randrange(len(data))
-            what = chance.random()
-            if what < 0.6:
-                data[at] = chance.choice([chance.randrange(256), 0, 0x7F, 0x80, 0xC4, 0xCC, 0xCF, 0xFF])
-            elif what < 0.8:
-                del data[at]
-            else:
-                data.insert(at, chance.randrange(256))
+        data = damaged(chance, good, 40)  # mostly where something other than a hash is
         server.now += 0.01
-        shorter = server.state.answer(bytes(data), server.now)
+        shorter = server.state.answer(data, server.now)
         if shorter is None:
             continue
         taken += 1
-        reply = server.state.handle(decode_request(bytes(data)), server.now)
+        reply = server.state.handle(decode_request(data), server.now)
         assert reply is not None
-        assert shorter == encode(reply), bytes(data)
+        assert shorter == encode(reply), data
     assert taken > 1000
 
 

@@ -29,6 +29,7 @@ from maru_core.protocol import (
 )
 from maru_server import plain_store
 from maru_server.sessions import LOCAL, Peer
+from tests.support import damaged
 
 pytestmark = pytest.mark.skipif(
     plain_store._plain_store is None, reason="built without a compiler: there is the ordinary way only"
@@ -279,21 +280,13 @@ def test_damaged_bytes_are_left_alone_or_mean_what_they_mean_unpacked() -> None:
         ask(same, chain("a", 3), names(0, 4))
         good = encode(plain(client, ahead, spares=names(1, 1)))
         for _ in range(60):
-            data = bytearray(good)
-            for _ in range(chance.choice([1, 1, 2])):
-                at, what = chance.randrange(len(data)), chance.random()
-                if what < 0.7:
-                    data[at] = chance.choice([chance.randrange(256), 0, 0x7F, 0x80, 0xC4, 0xCC, 0xCF, 0xFF])
-                elif what < 0.85:
-                    del data[at]
-                else:
-                    data.insert(at, chance.randrange(256))
-            packed = server.state.answer(bytes(data), server.now)
+            data = damaged(chance, good)
+            packed = server.state.answer(data, server.now)
             server.state.finish()
             if packed is None:
                 continue
             stored += 1
-            reply = twin.state.handle(decode_request(bytes(data)), twin.now)
+            reply = twin.state.handle(decode_request(data), twin.now)
             twin.state.finish()
             assert isinstance(reply, Stored)
             assert decode_reply(packed) == reply
