@@ -419,6 +419,14 @@ def test_age_and_stock() -> None:
     assert spares.names(KIND, 5) == b""
 
 
+def test_only_what_is_left_of_a_grant_grows_stale() -> None:
+    spares = Spares()
+    spares.add(grant(5, asked=100.0))
+    assert numbers(spares.take(KIND, 2, 0)) == [0, 1]
+    (rest,) = spares.stale(1, 100.1)
+    assert numbers((rest, False)) == [2, 3, 4]
+
+
 def test_names_never_repeat() -> None:
     spares = Spares()
     drawn = b"".join(spares.names(KIND, count) for count in range(1, PAGES_MAX + 1))
