@@ -13,7 +13,6 @@ is committed. To store is to give the rows their real names, and commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -245,22 +244,14 @@ class NewChains:
             return StoreStatus.GONE, Spare()
         directory.commit(mine, np.frombuffer(checksums, "<u8") if checksums else None)
         # Before anything else is tried: what the pool says is what the books must say.
-        pages.later(lambda: self.stored(lambda: what, reservation, at, count, generations, parent + hashes, above))
+        pages.later(lambda: self.stored(what, reservation, at, count, generations, parent + hashes, above))
         return StoreStatus.STORED, self.grant(what, reservation.slot_bytes, spares)
 
     def stored(
-        self,
-        asked: Callable[[], Objects],
-        reservation: Reservation,
-        at: int,
-        count: int,
-        generations: bytes,
-        chain: bytes,
-        above: int,
+        self, what: Objects, reservation: Reservation, at: int, count: int, generations: bytes, chain: bytes, above: int
     ) -> None:
         """Keep the books of spares that were published: ``count`` of the reservation's, from ``at`` on, as a chain below row ``above``."""
-        pages, what, page = self._pages, asked(), reservation.page
-        tree = what.tree
+        pages, tree, page = self._pages, what.tree, reservation.page
         assert page is not None
         rows, slots = page.rows[at : at + count], reservation.slots[at : at + count]
         tree.index.remove(rows)

@@ -7,7 +7,6 @@ it: spares that are gone, pages that are known, a session that is not known, a c
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from maru_core.protocol import HASH_BYTES, SPARES_MAX, encode
@@ -100,11 +99,12 @@ class PlainStores:
         session.heard = time
         session.silent = False
         at, above, chain, generations, reply = stored
-        what = partial(
-            Objects, session, tree, component, shard, world, nbytes, time, time + self._reservation_s, now_ns
-        )
+
+        def what() -> Objects:
+            return Objects(session, tree, component, shard, world, nbytes, time, time + self._reservation_s, now_ns)
+
         # Before anything else is tried: what the pool says is what the books must say.
-        self._later(partial(self._new_chains.stored, what, reservation, at, count, generations, chain, above))
+        self._later(lambda: self._new_chains.stored(what(), reservation, at, count, generations, chain, above))
         if self._quotas:
             self._live_extents(time)
         if not wanted:

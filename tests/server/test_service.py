@@ -30,16 +30,6 @@ from maru_server.state import ServerState
 from tests.server.live import Running, raw, store
 from tests.support import await_condition, hashes, namespace
 
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path)
-    yield running
-    assert running.thread.is_alive(), "the service ended by itself"
-    running.stop()
-    running.state.check()
-
-
 # ---------------------------------------------------------------- the ordinary
 
 

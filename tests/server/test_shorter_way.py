@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from maru_core import protocol as p
 from maru_core.errors import ServerError
 from tests.server.live import Running, raw, store
 from tests.support import namespace
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path)
-    yield running
-    assert running.thread.is_alive(), "the service ended by itself"
-    running.stop()
-    running.state.check()
 
 
 def test_a_fault_on_the_shorter_way_is_not_tried_again(
